@@ -1,0 +1,247 @@
+"""Contract: what an engine promises, stored beside it as contract.json.
+
+The contract alone is enough to check an engine and to onboard a consumer without a GPU. Data types and their checks
+live here; nothing runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.errors import ContractError
+from tensorrt_llm_ext.fingerprint import fingerprint
+from tensorrt_llm_ext.taps import Tap
+
+FORMAT_VERSION = 1
+FILE_NAME = "contract.json"
+
+Convention = Literal["prefix_sum", "index", "none"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of an engine. ``shape`` holds sizes and the symbols T (tokens), B (sequences), S (longest)."""
+
+    name: str
+    role: Literal["input", "output"]
+    dtype: str
+    shape: tuple[int | str, ...]
+    location: Literal["device", "host"] = "device"
+    tap: Tap | None = None  # set on outputs that carry a tap
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest batch an engine takes. ``max_padded_tokens`` bounds B x S, which no single dimension can."""
+
+    max_num_tokens: int
+    max_batch_size: int
+    max_seq_len: int
+    max_padded_tokens: int
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes an open engine takes at its limits, the CUDA context apart, and how they were computed."""
+
+    device_bytes: int
+    host_bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """A file of the engine directory as it was published."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Identities of what an engine was made from, and of its plan."""
+
+    checkpoint: str
+    tokenizer: str
+    recipe: str
+    plan: str
+
+
+@dataclass(frozen=True)
+class CanaryState:
+    """The right numbers of one tap for one canary.
+
+    ``rows`` is float32 ``[1, hidden]``, or ``[tokens, hidden]`` for rows ``all``. A returned value passes when it
+    differs by at most ``tolerance`` (largest absolute difference). ``confusion`` is the distance, by the same measure,
+    to the nearest wrong answer, and ``confusion_with`` names it.
+    """
+
+    tap: Tap
+    rows: np.ndarray
+    tolerance: float
+    confusion: float
+    confusion_with: str
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A known token sequence with its right hidden states and the ``source`` that gave them."""
+
+    token_ids: tuple[int, ...]
+    source: str
+    states: tuple[CanaryState, ...]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What an engine promises. Fingerprints and comparisons use ``engine_fingerprint``."""
+
+    model_name: str
+    architecture: Architecture
+    fingerprints: Fingerprints
+    backend: str
+    builder: str
+    builder_version: str
+    accepted_runtime: str  # a version specifier, for example "onnxruntime>=1.32,<2"
+    platform: str  # "any", or for example "linux-x86_64"
+    compute_capabilities: tuple[str, ...]  # empty: runs on a CPU
+    weight_dtype: str
+    activation_dtype: str
+    taps: tuple[Tap, ...]
+    tensors: tuple[TensorSpec, ...]
+    limits: Limits
+    memory: MemoryEstimate
+    files: tuple[EngineFile, ...]
+    canaries: tuple[Canary, ...]
+    build: dict  # facts of the build for the reader: seconds, peak memory, precision choices; JSON types only
+    format_version: int = FORMAT_VERSION
+
+    def engine_fingerprint(self) -> str:
+        """Identity of the engine: everything that decides its numbers, nothing that only describes the build."""
+        described = self.to_dict()
+        for field in ("build", "memory", "canaries", "accepted_runtime"):
+            del described[field]
+        return fingerprint(described)
+
+    def output_of(self, tap: Tap) -> TensorSpec:
+        """Find the output tensor that carries ``tap``. Raises ContractError when no output does."""
+        for tensor in self.tensors:
+            if tensor.tap == tap:
+                return tensor
+        raise ContractError(
+            f"no output tensor carries the tap {tap}",
+            expected=f"one of {[str(t.tap) for t in self.tensors if t.tap]}",
+            found=str(tap),
+            fix="build the engine with this tap",
+        )
+
+    def to_dict(self) -> dict:
+        """The contract as JSON types."""
+        value = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        value["architecture"] = self.architecture.to_dict()
+        for name in ("fingerprints", "limits", "memory"):
+            value[name] = dataclasses.asdict(value[name])
+        value["compute_capabilities"] = list(self.compute_capabilities)
+        value["taps"] = [tap.to_dict() for tap in self.taps]
+        value["tensors"] = [_tensor_to_dict(tensor) for tensor in self.tensors]
+        value["files"] = [dataclasses.asdict(file) for file in self.files]
+        value["canaries"] = [_canary_to_dict(canary) for canary in self.canaries]
+        return json.loads(json.dumps(value))  # tuples become lists: what is hashed is what is stored
+
+    @classmethod
+    def from_dict(cls, value: dict) -> Contract:
+        """Rebuild a contract. Raises KeyError, TypeError or ValueError for a wrong field; ``read_contract`` maps them."""
+        return cls(
+            **{
+                **value,
+                "architecture": Architecture.from_dict(value["architecture"]),
+                "fingerprints": Fingerprints(**value["fingerprints"]),
+                "limits": Limits(**value["limits"]),
+                "memory": MemoryEstimate(**value["memory"]),
+                "compute_capabilities": tuple(value["compute_capabilities"]),
+                "taps": tuple(Tap.from_dict(tap) for tap in value["taps"]),
+                "tensors": tuple(_tensor_from_dict(tensor) for tensor in value["tensors"]),
+                "files": tuple(EngineFile(**file) for file in value["files"]),
+                "canaries": tuple(_canary_from_dict(canary) for canary in value["canaries"]),
+            }
+        )
+
+
+def read_contract(engine: Path) -> Contract:
+    """Read the contract of an engine directory. Raises ContractError when it is missing, damaged or of another format."""
+    path = Path(engine) / FILE_NAME
+    rebuild = "build the engine again: trtllm-extract build --checkpoint … --out …"
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ContractError(
+            f"'{engine}' is not an engine directory",
+            expected=f"a folder that holds {FILE_NAME}",
+            found="no such file",
+            fix=f"name an engine directory, or {rebuild}",
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ContractError(f"'{path}' is damaged", expected="JSON", found=error, fix=rebuild) from error
+    version = value.get("format_version") if isinstance(value, dict) else None
+    if version != FORMAT_VERSION:
+        raise ContractError(
+            f"'{path}' has another format version",
+            expected=f"format_version {FORMAT_VERSION}",
+            found=f"format_version {version}",
+            fix=f"{rebuild}, or use the release that wrote it",
+        )
+    try:
+        return Contract.from_dict(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ContractError(
+            f"'{path}' does not have the fields of a contract",
+            expected=f"the fields of format version {FORMAT_VERSION}",
+            found=f"{type(error).__name__}: {error}",
+            fix=rebuild,
+        ) from error
+
+
+def _tensor_to_dict(tensor: TensorSpec) -> dict:
+    return {**dataclasses.asdict(tensor), "tap": tensor.tap and tensor.tap.to_dict()}
+
+
+def _tensor_from_dict(value: dict) -> TensorSpec:
+    return TensorSpec(**{**value, "shape": tuple(value["shape"]), "tap": value["tap"] and Tap.from_dict(value["tap"])})
+
+
+def _canary_to_dict(canary: Canary) -> dict:
+    states = [
+        {
+            "tap": state.tap.to_dict(),
+            "shape": list(state.rows.shape),
+            "float32_base64": base64.b64encode(np.ascontiguousarray(state.rows, dtype="<f4").tobytes()).decode(),
+            "tolerance": state.tolerance,
+            "confusion": state.confusion,
+            "confusion_with": state.confusion_with,
+        }
+        for state in canary.states
+    ]
+    return {"token_ids": list(canary.token_ids), "source": canary.source, "states": states}
+
+
+def _canary_from_dict(value: dict) -> Canary:
+    states = tuple(
+        CanaryState(
+            tap=Tap.from_dict(state["tap"]),
+            rows=np.frombuffer(base64.b64decode(state["float32_base64"]), dtype="<f4").reshape(state["shape"]),
+            tolerance=float(state["tolerance"]),
+            confusion=float(state["confusion"]),
+            confusion_with=state["confusion_with"],
+        )
+        for state in value["states"]
+    )
+    return Canary(token_ids=tuple(value["token_ids"]), source=value["source"], states=states)

@@ -1,0 +1,75 @@
+"""Record: one request's hidden states with their identity; nobody needs the request list to read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from tensorrt_llm_ext.taps import Tap
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """A request for extraction, tokenised and checked.
+
+    ``request_id`` is the identity of the result; ``work_item_id`` says where the request came from (a file's row, a
+    broker's message). ``truncated_from`` is the number of tokens before a truncation that was asked for.
+    """
+
+    request_id: str
+    work_item_id: str
+    token_ids: np.ndarray  # int32 [tokens], read-only
+    token_hash: str  # fingerprint.token_hash(token_ids)
+    truncated_from: int | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What all records of one session share: the model, the engine and how the text became tokens."""
+
+    model_name: str
+    checkpoint_fingerprint: str
+    num_layers: int
+    hidden_size: int
+    tokenizer_fingerprint: str
+    special_tokens: str  # "tokenizer", "none", or "given" for token ids that came ready-made
+    template_hash: str | None  # of the chat template that was applied
+    prefix: str | None
+    engine_fingerprint: str
+    backend: str
+    convention: str
+    code_version: str
+
+
+@dataclass(frozen=True)
+class State:
+    """The rows of one tap for one request, as they came out of the engine."""
+
+    tap: Tap
+    rows: np.ndarray  # [1, hidden] for rows last and mean, [tokens, hidden] for all; dtype as computed
+    computed_dtype: str
+    payload_hash: str  # rows_hash(rows)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request's hidden states: identity, lineage, states."""
+
+    request_id: str
+    work_item_id: str
+    token_hash: str
+    num_tokens: int
+    truncated_from: int | None
+    states: tuple[State, ...]
+    origin: Origin
+
+
+def rows_hash(rows: np.ndarray) -> str:
+    """Hash rows as they lie in memory: ``xxh3-128:`` over dtype, shape and little-endian bytes, C order."""
+    digest = xxhash.xxh3_128(f"{rows.dtype.name}{list(rows.shape)}".encode())
+    digest.update(memoryview(np.ascontiguousarray(rows)).cast("B") if rows.size else b"")
+    return "xxh3-128:" + digest.hexdigest()

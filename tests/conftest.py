@@ -1,0 +1,6 @@
+"""Fixtures that every room shares."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import tiny.py by name
