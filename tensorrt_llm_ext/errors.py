@@ -25,7 +25,8 @@
     │   ├── ForeignDataset          it belongs to another engine, other taps, or something else
     │   ├── LineageError            a record that does not match its work item
     │   └── DiskFull                no space; nothing uncommitted was kept
-    └── VerificationFailed          numbers beyond the stated tolerance
+    ├── VerificationFailed          numbers beyond the stated tolerance
+    └── MissingExtra                an optional part of this package is not installed
 
 An error states what happened, what was expected, what was found and what to do about it. Errors of libraries
 beneath are mapped at the door that met them (``raise … from``).
@@ -168,6 +169,10 @@ class DiskFull(StoreError):
 
 class VerificationFailed(ExtractionError):
     """Numbers beyond the stated tolerance."""
+
+
+class MissingExtra(ExtractionError):
+    """A command needs an optional part of this package (an extra) that is not installed."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
