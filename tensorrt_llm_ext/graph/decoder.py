@@ -1,0 +1,82 @@
+"""One ONNX decoder from a checkpoint: packed tokens in, the taps' hidden states out, no key-value cache.
+
+::
+
+    x = embedding[input_ids]                                   # [T, hidden]
+    for layer in layers up to the highest tap:
+        x = x + attention(norm(x));  x = x + mlp(norm(x))      # layers.py
+        give out the taps of this layer                        # rows.py
+
+The output head is never written, nor a layer above the highest tap, nor the final norm unless a tap asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensorrt_llm_ext.checkpoint.rope import rope_tables
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.graph import names
+from tensorrt_llm_ext.graph.layers import EMBEDDING, decoder_layer, final_norm, layer_prefix, layout_inputs, rope_rows
+from tensorrt_llm_ext.graph.operators import Graph, GraphTensor
+from tensorrt_llm_ext.graph.rows import RowGather
+from tensorrt_llm_ext.graph.weights import ExternalWeights
+from tensorrt_llm_ext.taps import Tap
+
+if TYPE_CHECKING:
+    from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
+
+
+@dataclass(frozen=True)
+class DecoderFiles:
+    """What was written: file names within the folder, and the graph's inputs and outputs (one output a tap, in order)."""
+
+    folder: Path
+    files: tuple[str, ...]  # model.onnx first
+    inputs: tuple[GraphTensor, ...]
+    outputs: tuple[GraphTensor, ...]
+
+
+def write_decoder(
+    checkpoint: Checkpoint, folder: Path, *, taps: tuple[Tap, ...], dtype: str, max_seq_len: int
+) -> DecoderFiles:
+    """Write model.onnx and its weights into the existing, empty ``folder``, one tensor in memory at a time.
+
+    ``dtype`` is the compute type: float32 or float16 for ONNX Runtime, bfloat16 or float16 for TensorRT. ``mean``
+    outputs are float32, and so is every output of a bfloat16 build (NumPy has no bfloat16).
+    """
+    weights = ExternalWeights(checkpoint, dtype)
+    g = Graph(dtype, weights.initializer)
+    _write_nodes(g, checkpoint.architecture, weights, taps, max_seq_len)
+    files = weights.write(folder)
+    (folder / names.MODEL_FILE).write_bytes(g.model(checkpoint.name).SerializeToString(deterministic=True))
+    return DecoderFiles(folder, (names.MODEL_FILE, *files), tuple(g.inputs), tuple(g.outputs))
+
+
+def _write_nodes(
+    g: Graph, a: Architecture, weights: ExternalWeights, taps: tuple[Tap, ...], max_seq_len: int
+) -> None:
+    input_ids = g.input(names.INPUT_IDS, "int32", ("T",))
+    layout = layout_inputs(g)
+    gather = RowGather(g, layout.attention_rows, {tap.rows for tap in taps})
+    x = g.cast(g.gather(weights.stored(g, EMBEDDING), input_ids), g.dtype)  # [T, hidden]
+    taken = _take(g, a, gather, x, 0, taps)
+    num_layers = max(tap.layer for tap in taps)
+    if num_layers:
+        tables = zip((names.ROPE_COS, names.ROPE_SIN), rope_tables(a, max_seq_len), strict=True)
+        rope = rope_rows(g, *(weights.table(g, name, table) for name, table in tables), layout.position_ids)
+    for layer in range(num_layers):
+        x = decoder_layer(g, x, layer_prefix(layer), layout, rope, a)
+        taken |= _take(g, a, gather, x, layer + 1, taps)
+    for tap in taps:
+        is_float32 = tap.rows == "mean" or g.dtype == "bfloat16"
+        rows = "T" if tap.rows == "all" else "B"
+        g.output(taken[tap], tap.column(a.num_layers), "float32" if is_float32 else g.dtype, (rows, a.hidden_size))
+
+
+def _take(g: Graph, a: Architecture, gather: RowGather, x: str, layer: int, taps: tuple[Tap, ...]) -> dict[Tap, str]:
+    """The rows of every tap at this layer."""
+    norms = {"pre": lambda rows: rows, "post": lambda rows: final_norm(g, rows, a)}
+    return {tap: gather.take(x, tap.rows, norms[tap.norm]) for tap in taps if tap.layer == layer}

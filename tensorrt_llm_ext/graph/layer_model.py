@@ -1,0 +1,51 @@
+"""One decoder layer as a small float32 model of its own, for runs that hold one layer in memory at a time.
+
+The layer's weights are inputs, so one session serves every layer, no copy of a weight is made, and the model file has
+no size limit to meet. The code of the layer is that of the whole decoder.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx
+
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.checkpoint.rope import rope_tables
+from tensorrt_llm_ext.graph.layers import decoder_layer, final_norm, layer_prefix, layout_inputs, rope_rows
+from tensorrt_llm_ext.graph.operators import Graph
+
+if TYPE_CHECKING:
+    from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
+
+STATES = "states"  # float32 [T, hidden]
+NEXT_STATES = "next_states"  # float32 [T, hidden]
+
+
+def layer_model(checkpoint: Checkpoint, max_seq_len: int) -> onnx.ModelProto:
+    """Write the layer that takes STATES, the layout's indices and a layer's weights, and gives NEXT_STATES.
+
+    Weights go by their names in the checkpoint without ``layer_prefix``; every layer of a decoder has the same.
+    """
+    a = checkpoint.architecture
+    g = _graph(checkpoint, prefix=layer_prefix(0))
+    x = g.input(STATES, "float32", ("T", a.hidden_size))
+    layout = layout_inputs(g)
+    cos, sin = (g.constant(table, "float32") for table in rope_tables(a, max_seq_len))
+    rope = rope_rows(g, cos, sin, layout.position_ids)
+    g.output(decoder_layer(g, x, "", layout, rope, a), NEXT_STATES, "float32", ("T", a.hidden_size))
+    return g.model("layer")
+
+
+def norm_model(checkpoint: Checkpoint) -> onnx.ModelProto:
+    """Write the final norm: STATES and the weight ``model.norm.weight`` give NEXT_STATES."""
+    a = checkpoint.architecture
+    g = _graph(checkpoint, prefix="")
+    x = g.input(STATES, "float32", ("T", a.hidden_size))
+    g.output(final_norm(g, x, a), NEXT_STATES, "float32", ("T", a.hidden_size))
+    return g.model("norm")
+
+
+def _graph(checkpoint: Checkpoint, prefix: str) -> Graph:
+    """A float32 graph whose weights are inputs, shaped as the checkpoint's ``prefix + name``."""
+    return Graph("float32", lambda g, name: g.input(name, "float32", checkpoint.info(prefix + name).shape))
