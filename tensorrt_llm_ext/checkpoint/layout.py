@@ -1,0 +1,38 @@
+"""Layout: the tensors a decoder needs, by Hugging Face's canonical names, with their shapes."""
+
+from __future__ import annotations
+
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+
+HEAD = "lm_head.weight"  # not a part of the decoder: used only where next tokens are compared
+
+
+def decoder_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """List every tensor of the decoder in the order of use, with its shape (a weight is ``[out, in]``)."""
+    a = architecture
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
+    for k in range(a.num_layers):
+        shapes |= {f"model.layers.{k}.{name}": shape for name, shape in _layer_shapes(a).items()}
+    return shapes | {"model.norm.weight": (a.hidden_size,)}
+
+
+def _layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+    q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (a.hidden_size,)}
+
+    def linear(name: str, size_in: int, size_out: int, has_bias: bool) -> None:
+        shapes[f"{name}.weight"] = (size_out, size_in)
+        if has_bias:
+            shapes[f"{name}.bias"] = (size_out,)
+
+    linear("self_attn.q_proj", a.hidden_size, q_size, a.has_qkv_bias)
+    linear("self_attn.k_proj", a.hidden_size, kv_size, a.has_qkv_bias)
+    linear("self_attn.v_proj", a.hidden_size, kv_size, a.has_qkv_bias)
+    if a.has_qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (a.head_dim,), "self_attn.k_norm.weight": (a.head_dim,)}
+    linear("self_attn.o_proj", q_size, a.hidden_size, a.has_o_bias)
+    shapes["post_attention_layernorm.weight"] = (a.hidden_size,)
+    linear("mlp.gate_proj", a.hidden_size, a.intermediate_size, a.has_mlp_bias)
+    linear("mlp.up_proj", a.hidden_size, a.intermediate_size, a.has_mlp_bias)
+    linear("mlp.down_proj", a.intermediate_size, a.hidden_size, a.has_mlp_bias)
+    return shapes
