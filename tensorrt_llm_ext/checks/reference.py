@@ -1,0 +1,194 @@
+"""The reference: transformers in float32, one decoder layer in memory at a time, for a model of any size.
+
+Every sequence runs alone and unpadded through transformers' own modules; only the weights come from our readers. A
+Hugging Face folder is configured by its own config.json, so a mistake in our reading of it shows; a GGUF file by our
+`Architecture`, because transformers ignores the rope scaling that GGUF metadata holds.
+
+torch and transformers are imported when a function is called; they come with the extra ``verify``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import numpy as np
+
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
+from tensorrt_llm_ext.errors import MissingExtra
+from tensorrt_llm_ext.taps import Tap
+
+_HEAD_ROWS = 16_384  # rows of the output head multiplied at once: 256 MiB of float32 for a hidden size of 4096
+
+
+def reference_source() -> str:
+    """Name the reference as contracts and reports do: ``transformers 5.24.0``."""
+    return f"transformers {_transformers().__version__}"
+
+
+def reference_states(
+    checkpoint: Checkpoint, sequences: Sequence[np.ndarray], taps: Sequence[Tap]
+) -> Iterator[tuple[Tap, list[np.ndarray]]]:
+    """Yield each tap with its rows for every sequence, in the order the layers are reached.
+
+    Rows are float32 ``[1, hidden]``, or ``[tokens, hidden]`` for rows ``all``. In memory: one layer, one row a token, and
+    what the caller keeps.
+    """
+    config = _config(checkpoint)  # first: it says what to install when torch is not there
+    import torch
+
+    num_layers = checkpoint.architecture.num_layers
+    with torch.inference_mode():
+        hidden = _embedded(checkpoint, sequences)  # each [tokens, hidden]
+        for layer in range(num_layers + 1):
+            for tap in taps:
+                if (tap.layer, tap.norm) == (layer, "pre"):
+                    yield tap, [_rows(state, tap) for state in hidden]
+            if layer < num_layers:
+                block = _one_layer_model(checkpoint, config, layer)
+                for i, state in enumerate(hidden):
+                    hidden[i] = block(inputs_embeds=state[None], use_cache=False).last_hidden_state[0]
+        norm = _final_norm(checkpoint, config)
+        for tap in taps:
+            if tap.norm == "post":
+                yield tap, [_rows(norm(state), tap) for state in hidden]
+
+
+def next_tokens(checkpoint: Checkpoint, rows: np.ndarray) -> np.ndarray | None:
+    """The most likely next token of each row of ``final@last``: argmax of the output head, ``[sequences]``.
+
+    None when the checkpoint has no output head (an embedding model that is not tied).
+    """
+    head = _output_head(checkpoint)
+    if head is None:
+        return None
+    best = np.full(len(rows), -np.inf, dtype=np.float32)
+    token = np.zeros(len(rows), dtype=np.int64)
+    for start in range(0, len(head), _HEAD_ROWS):
+        logits = rows.astype(np.float32) @ head[start : start + _HEAD_ROWS].astype(np.float32).T  # [sequences, piece]
+        highest = logits.max(axis=1)
+        token = np.where(highest > best, start + logits.argmax(axis=1), token)
+        best = np.maximum(highest, best)
+    return token
+
+
+def whole_model(checkpoint: Checkpoint, dtype: str):
+    """Make the whole transformers model without its output head, in ``float32`` or ``bfloat16``."""
+    model = _empty_model(_config(checkpoint))
+    return _load(model, checkpoint, "model.", dtype).eval()
+
+
+def _transformers() -> ModuleType:
+    try:
+        import torch  # noqa: F401  transformers imports without it and fails later, elsewhere
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            "the reference needs torch and transformers, which are not installed",
+            expected="the extra 'verify' of this package",
+            found=error,
+            fix="pip install 'tensorrt_llm_ext[verify]'",
+        ) from error
+    return transformers
+
+
+def _embedded(checkpoint: Checkpoint, sequences: Sequence[np.ndarray]) -> list:
+    import torch
+
+    table = checkpoint.tensor("model.embed_tokens.weight")
+    return [torch.from_numpy(table[ids].astype(np.float32)) for ids in sequences]
+
+
+def _one_layer_model(checkpoint: Checkpoint, config, layer: int):
+    """A model that is one decoder layer and nothing after it: masks and rope are made by transformers itself."""
+    import torch
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[layer : layer + 1]
+    model = _empty_model(config)
+    model.norm = torch.nn.Identity()
+    _load(model.layers[0], checkpoint, f"model.layers.{layer}.", "float32")
+    return model.eval()
+
+
+def _final_norm(checkpoint: Checkpoint, config):
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 0
+    return _load(_empty_model(config).norm, checkpoint, "model.norm.", "float32")
+
+
+def _rows(state, tap: Tap) -> np.ndarray:
+    if tap.rows == "last":
+        state = state[-1:]
+    elif tap.rows == "mean":
+        state = state.mean(dim=0, keepdim=True)
+    return state.numpy().copy()
+
+
+def _output_head(checkpoint: Checkpoint) -> np.ndarray | None:
+    if checkpoint.architecture.is_tied:
+        return checkpoint.tensor("model.embed_tokens.weight")
+    if any(info.name == "lm_head.weight" for info in checkpoint.tensors()):
+        return checkpoint.tensor("lm_head.weight")
+    return None
+
+
+def _empty_model(config):
+    """The model without its output head, its weights on the meta device: no memory until they are loaded."""
+    import torch
+
+    with torch.device("meta"):
+        model = _transformers().AutoModel.from_config(config, dtype=torch.float32)
+    model.rotary_emb = type(model.rotary_emb)(config=config)  # computed, not loaded: it must not stay on meta
+    return model
+
+
+def _load(module, checkpoint: Checkpoint, prefix: str, dtype: str):
+    """Give ``module`` the checkpoint's tensors, converted, by name; every parameter must be there."""
+    import torch
+
+    weights = {}
+    for name, _ in module.named_parameters():
+        values = torch.from_numpy(checkpoint.tensor(prefix + name).astype(np.float32))
+        weights[name] = values.to(getattr(torch, dtype))
+    module.load_state_dict(weights, assign=True)
+    return module
+
+
+def _config(checkpoint: Checkpoint):
+    """transformers' configuration: the checkpoint's own config.json, or our reading of the GGUF metadata."""
+    transformers = _transformers()
+    if (checkpoint.path / "config.json").exists():
+        return transformers.AutoConfig.from_pretrained(checkpoint.path)
+    return _config_from_architecture(checkpoint.architecture)
+
+
+def _config_from_architecture(architecture: Architecture):
+    rope = {
+        "rope_type": architecture.rope.type,
+        "rope_theta": architecture.rope.theta,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in architecture.rope.parameters},
+    }
+    if architecture.rope.type != "default":
+        rope["original_max_position_embeddings"] = architecture.rope.original_max_positions
+    return _transformers().AutoConfig.for_model(
+        architecture.family,
+        vocab_size=architecture.vocab_size,
+        hidden_size=architecture.hidden_size,
+        intermediate_size=architecture.intermediate_size,
+        num_hidden_layers=architecture.num_layers,
+        num_attention_heads=architecture.num_heads,
+        num_key_value_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        max_position_embeddings=architecture.max_positions,
+        rms_norm_eps=architecture.norm_eps,
+        rope_parameters=rope,
+        attention_bias=architecture.has_qkv_bias,
+        mlp_bias=architecture.has_mlp_bias,
+        sliding_window=architecture.sliding_window,
+        tie_word_embeddings=architecture.is_tied,
+    )
