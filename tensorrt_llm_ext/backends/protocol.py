@@ -6,9 +6,10 @@ calls, in this order: ``set_shape`` for every input, ``set_address`` for every t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
-from tensorrt_llm_ext.recipes.contract import TensorSpec
+from tensorrt_llm_ext.recipes.contract import Contract, TensorSpec
 
 
 class Engine(Protocol):
@@ -29,7 +30,8 @@ class Engine(Protocol):
     def enqueue(self, stream: int) -> None:
         """Run once with the bound shapes and addresses, ordered on ``stream`` (0: in the calling thread, to the end).
 
-        Raises BackendError with the library's words.
+        Shapes and addresses hold for one enqueue: a tensor that was not bound again since the last one is a
+        BackendError, never a stale address. Raises BackendError with the library's words.
         """
         ...
 
@@ -40,10 +42,17 @@ class Engine(Protocol):
 
 class Backend(Protocol):
     """How one library opens engine directories. Third parties add one by the entry point group
-    ``tensorrt_llm_ext.backends``."""
+    ``tensorrt_llm_ext.backends``: the entry point's name is the backend's name, its value a class without arguments."""
 
     name: str
 
-    def open(self, path, contract) -> Engine:
-        """Open the engine directory at ``path``. Raises IncompatibleEngine when this machine cannot run it."""
+    def runtime(self) -> tuple[str, str]:
+        """Name the library that runs engines and its version here; the contract says which versions it accepts."""
+        ...
+
+    def open(self, path: Path, contract: Contract, *, num_threads: int | None) -> Engine:
+        """Open the engine directory at ``path``, which may be read-only.
+
+        Raises EngineError for a damaged engine, IncompatibleEngine when this machine cannot run it.
+        """
         ...

@@ -1,1 +1,26 @@
-"""results"""
+"""Results: one request's hidden states with their identity, in memory and as a self-describing payload."""
+
+from tensorrt_llm_ext.results.payload import payload_from_record, record_from_payload
+from tensorrt_llm_ext.results.record import (
+    FORMAT_VERSION,
+    Failure,
+    Origin,
+    Record,
+    State,
+    Tokenisation,
+    WorkItem,
+    rows_hash,
+)
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Failure",
+    "Origin",
+    "Record",
+    "State",
+    "Tokenisation",
+    "WorkItem",
+    "payload_from_record",
+    "record_from_payload",
+    "rows_hash",
+]

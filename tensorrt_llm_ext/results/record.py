@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -25,6 +26,15 @@ class WorkItem:
     token_ids: np.ndarray  # int32 [tokens], read-only
     token_hash: str  # fingerprint.token_hash(token_ids)
     truncated_from: int | None = None
+
+
+@dataclass(frozen=True)
+class Tokenisation:
+    """How the text of a session's work items became token ids; ``given``: they came ready-made."""
+
+    special_tokens: Literal["tokenizer", "none", "given"] = "given"
+    template_hash: str | None = None  # of the chat template that was applied
+    prefix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,20 @@ class Record:
     truncated_from: int | None
     states: tuple[State, ...]
     origin: Origin
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that ran, but whose rows cannot be trusted; the other requests of its batch are not touched.
+
+    ``code`` is a stable word for machines: ``not_finite`` (NaN or Inf among the rows) or ``lineage`` (the token ids
+    that ran are not those the work item's hash names).
+    """
+
+    request_id: str
+    work_item_id: str
+    code: str
+    reason: str
 
 
 def rows_hash(rows: np.ndarray) -> str:

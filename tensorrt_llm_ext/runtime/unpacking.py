@@ -1,0 +1,68 @@
+"""Unpacking: a batch's outputs become each request's rows, and rows become a record that owns them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tensorrt_llm_ext.fingerprint import token_hash
+from tensorrt_llm_ext.graph import names
+from tensorrt_llm_ext.recipes.contract import Contract
+from tensorrt_llm_ext.results.record import Failure, Origin, Record, State, WorkItem, rows_hash
+from tensorrt_llm_ext.runtime.packing import PackedBatch
+from tensorrt_llm_ext.taps import Tap
+
+
+def unpack(batch: PackedBatch, contract: Contract) -> list[tuple[np.ndarray, dict[Tap, np.ndarray]]]:
+    """Give every sequence of the batch, in its order, the token ids that ran and the rows of each tap.
+
+    Both are views of the slot: rows are [1, hidden] for rows ``last`` and ``mean``, [tokens, hidden] for ``all``.
+    """
+    token_ids = batch.inputs[names.INPUT_IDS]
+    spans = [slice(int(start), int(end)) for start, end in zip(batch.offsets[:-1], batch.offsets[1:])]
+    outputs = {tap: batch.outputs[contract.output_of(tap).name] for tap in contract.taps}
+    return [
+        (
+            token_ids[span],
+            {tap: rows[span] if tap.rows == "all" else rows[index : index + 1] for tap, rows in outputs.items()},
+        )
+        for index, span in enumerate(spans)
+    ]
+
+
+def record(
+    item: WorkItem, ran: np.ndarray, rows: dict[Tap, np.ndarray], contract: Contract, origin: Origin
+) -> Record | Failure:
+    """Make one request's record from what came back; its rows are copies, read-only.
+
+    A Failure when a row holds NaN or Inf, or when the token ids that ``ran`` are not those the item's hash names.
+    """
+    if (hash_of_ran := token_hash(ran)) != item.token_hash:
+        return _failure(item, "lineage", f"ran token ids {hash_of_ran}, the work item names {item.token_hash}")
+    states = []
+    for tap, view in rows.items():
+        owned = view.copy()
+        if reason := _not_finite(owned):
+            return _failure(item, "not_finite", f"{tap.spelling(contract.architecture.num_layers)}: {reason}")
+        owned.flags.writeable = False
+        states.append(State(tap, owned, contract.activation_dtype, rows_hash(owned)))
+    return Record(
+        request_id=item.request_id,
+        work_item_id=item.work_item_id,
+        token_hash=item.token_hash,
+        num_tokens=len(ran),
+        truncated_from=item.truncated_from,
+        states=tuple(states),
+        origin=origin,
+    )
+
+
+def _not_finite(rows: np.ndarray) -> str:
+    is_finite = np.isfinite(rows)
+    if is_finite.all():
+        return ""
+    row, column = np.argwhere(~is_finite)[0]
+    return f"{is_finite.size - is_finite.sum()} of {is_finite.size} values are NaN or Inf, the first at row {row}, column {column}"
+
+
+def _failure(item: WorkItem, code: str, reason: str) -> Failure:
+    return Failure(item.request_id, item.work_item_id, code, reason)
