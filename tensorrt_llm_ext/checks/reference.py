@@ -18,7 +18,7 @@ import numpy as np
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
 from tensorrt_llm_ext.errors import MissingExtra
-from tensorrt_llm_ext.taps import Tap
+from tensorrt_llm_ext.taps import Norm
 
 _HEAD_ROWS = 16_384  # rows of the output head multiplied at once: 256 MiB of float32 for a hidden size of 4096
 
@@ -29,31 +29,23 @@ def reference_source() -> str:
 
 
 def reference_states(
-    checkpoint: Checkpoint, sequences: Sequence[np.ndarray], taps: Sequence[Tap]
-) -> Iterator[tuple[Tap, list[np.ndarray]]]:
-    """Yield each tap with its rows for every sequence, in the order the layers are reached.
+    checkpoint: Checkpoint, sequences: Sequence[np.ndarray], *, last_layer: int | None = None
+) -> Iterator[tuple[int, Norm, list[np.ndarray]]]:
+    """Yield ``(layer, norm, states)`` from layer 0, the embedding, upwards; ``states`` is float32 ``[tokens, hidden]`` a
+    sequence. The same promise as ``builder.layer_states``, by other code.
 
-    Rows are float32 ``[1, hidden]``, or ``[tokens, hidden]`` for rows ``all``. In memory: one layer, one row a token, and
-    what the caller keeps.
+    Ends with the state after the final norm, ``(n, "post", states)``, or with ``last_layer`` where one is given. In
+    memory: one layer, its input and its output.
     """
-    config = _config(checkpoint)  # first: it says what to install when torch is not there
-    import torch
-
+    config = _config(checkpoint)
     num_layers = checkpoint.architecture.num_layers
-    with torch.inference_mode():
-        hidden = _embedded(checkpoint, sequences)  # each [tokens, hidden]
-        for layer in range(num_layers + 1):
-            for tap in taps:
-                if (tap.layer, tap.norm) == (layer, "pre"):
-                    yield tap, [_rows(state, tap) for state in hidden]
-            if layer < num_layers:
-                block = _one_layer_model(checkpoint, config, layer)
-                for i, state in enumerate(hidden):
-                    hidden[i] = block(inputs_embeds=state[None], use_cache=False).last_hidden_state[0]
-        norm = _final_norm(checkpoint, config)
-        for tap in taps:
-            if tap.norm == "post":
-                yield tap, [_rows(norm(state), tap) for state in hidden]
+    hidden = _embedded(checkpoint, sequences)
+    yield 0, "pre", _arrays(hidden)
+    for layer in range(num_layers if last_layer is None else last_layer):
+        hidden = _through(_one_layer_model(checkpoint, config, layer), hidden)
+        yield layer + 1, "pre", _arrays(hidden)
+    if last_layer is None:
+        yield num_layers, "post", _arrays(_through(_norm_model(checkpoint, config), hidden))
 
 
 def next_tokens(checkpoint: Checkpoint, rows: np.ndarray) -> np.ndarray | None:
@@ -95,6 +87,7 @@ def _transformers() -> ModuleType:
 
 
 def _embedded(checkpoint: Checkpoint, sequences: Sequence[np.ndarray]) -> list:
+    """The embedding of each sequence: torch tensors ``[tokens, hidden]``."""
     import torch
 
     table = checkpoint.tensor("model.embed_tokens.weight")
@@ -115,18 +108,25 @@ def _one_layer_model(checkpoint: Checkpoint, config, layer: int):
     return model.eval()
 
 
-def _final_norm(checkpoint: Checkpoint, config):
+def _norm_model(checkpoint: Checkpoint, config):
+    """A model that is the final norm alone."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 0
-    return _load(_empty_model(config).norm, checkpoint, "model.norm.", "float32")
+    model = _empty_model(config)
+    _load(model.norm, checkpoint, "model.norm.", "float32")
+    return model.eval()
 
 
-def _rows(state, tap: Tap) -> np.ndarray:
-    if tap.rows == "last":
-        state = state[-1:]
-    elif tap.rows == "mean":
-        state = state.mean(dim=0, keepdim=True)
-    return state.numpy().copy()
+def _through(model, hidden: list) -> list:
+    """Run each sequence alone, so that no padding and no neighbour can touch it."""
+    import torch
+
+    with torch.inference_mode():
+        return [model(inputs_embeds=state[None], use_cache=False).last_hidden_state[0] for state in hidden]
+
+
+def _arrays(hidden: list) -> list[np.ndarray]:
+    return [state.numpy() for state in hidden]
 
 
 def _output_head(checkpoint: Checkpoint) -> np.ndarray | None:

@@ -12,9 +12,7 @@ from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checks import reference
 from tensorrt_llm_ext.checks.reference import next_tokens, reference_source, reference_states, whole_model
 from tensorrt_llm_ext.errors import MissingExtra
-from tensorrt_llm_ext.taps import Tap, parse_taps
 
-TAPS = parse_taps("final@last,layer:0@all,layer:3@all,layer:4@mean,final:pre@all,final@all", num_layers=8)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -43,6 +41,10 @@ def folder(request, tmp_path):
     return tiny.tiny_checkpoint(tmp_path / "checkpoint", family, **config)
 
 
+def all_states(checkpoint, sequences, **options):
+    return {(layer, norm): states for layer, norm, states in reference_states(checkpoint, sequences, **options)}
+
+
 def whole_run(folder, sequence):
     """One sequence through the whole model of transformers: every state, the state before the norm, the next token."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -53,52 +55,54 @@ def whole_run(folder, sequence):
     return [state[0].numpy() for state in output.hidden_states], before_norm[0], int(output.logits[0, -1].argmax())
 
 
-def test_every_tap_equals_the_whole_model_and_so_does_the_next_token(folder, sequences):
+def test_every_state_equals_the_whole_model_and_so_does_the_next_token(folder, sequences):
     with open_checkpoint(folder) as checkpoint:
-        states = dict(reference_states(checkpoint, sequences, TAPS))
-        tokens = next_tokens(checkpoint, np.concatenate(states[Tap(8, "post", "last")]))
-    assert states.keys() == set(TAPS)
+        states = all_states(checkpoint, sequences)
+        tokens = next_tokens(checkpoint, np.stack([state[-1] for state in states[8, "post"]]))
     for i, sequence in enumerate(sequences):
         hidden, before_norm, token = whole_run(folder, sequence)
-        expected = {
-            Tap(8, "post", "last"): hidden[8][-1:],
-            Tap(0, "pre", "all"): hidden[0],
-            Tap(3, "pre", "all"): hidden[3],
-            Tap(4, "pre", "mean"): hidden[4].mean(axis=0, keepdims=True, dtype=np.float32),
-            Tap(8, "pre", "all"): before_norm,
-            Tap(8, "post", "all"): hidden[8],
-        }
-        for tap, rows in expected.items():
-            np.testing.assert_allclose(states[tap][i], rows, rtol=1e-6, atol=1e-6, err_msg=str(tap))
+        expected = {(layer, "pre"): hidden[layer] for layer in range(8)}
+        expected |= {(8, "pre"): before_norm, (8, "post"): hidden[8]}
+        assert list(states) == list(expected)  # upwards, the norm last
+        for place, rows in expected.items():
+            np.testing.assert_allclose(states[place][i], rows, rtol=1e-6, atol=1e-6, err_msg=str(place))
         assert tokens[i] == token
-    assert not np.allclose(states[Tap(8, "pre", "all")][0], states[Tap(8, "post", "all")][0], atol=0.1)
+    assert not np.allclose(states[8, "pre"][0], states[8, "post"][0], atol=0.1)
+    assert not np.allclose(states[7, "pre"][0], states[8, "pre"][0], atol=0.1)
 
 
-def test_taps_come_in_the_order_the_layers_are_reached(tmp_path, sequences):
+def test_it_stops_at_the_last_layer_asked_for(tmp_path, sequences):
     with open_checkpoint(tiny.tiny_checkpoint(tmp_path / "checkpoint", "llama")) as checkpoint:
-        order = [(tap.layer, tap.norm) for tap, _ in reference_states(checkpoint, sequences, TAPS)]
-    assert order == [(0, "pre"), (3, "pre"), (4, "pre"), (8, "pre"), (8, "post"), (8, "post")]
+        whole = all_states(checkpoint, sequences)
+        some = all_states(checkpoint, sequences, last_layer=3)
+    assert list(some) == [(0, "pre"), (1, "pre"), (2, "pre"), (3, "pre")]
+    np.testing.assert_array_equal(some[3, "pre"][2], whole[3, "pre"][2])
+
+
+def test_a_sequence_is_not_touched_by_its_neighbours(tmp_path, sequences):
+    with open_checkpoint(tiny.tiny_checkpoint(tmp_path / "checkpoint", "mistral")) as checkpoint:
+        together, alone = all_states(checkpoint, sequences), all_states(checkpoint, sequences[2:])
+    np.testing.assert_array_equal(together[8, "post"][2], alone[8, "post"][0])
 
 
 def test_the_whole_model_that_bench_times_gives_the_reference_states(folder, sequences):
     with open_checkpoint(folder) as checkpoint:
-        states = dict(reference_states(checkpoint, sequences, TAPS))
+        states = all_states(checkpoint, sequences)
         model = whole_model(checkpoint, "float32")
     with torch.inference_mode():
         found = model(torch.tensor(sequences[0][None], dtype=torch.int64)).last_hidden_state[0].numpy()
-    np.testing.assert_allclose(found, states[Tap(8, "post", "all")][0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found, states[8, "post"][0], rtol=1e-6, atol=1e-6)
 
 
 def test_a_gguf_file_runs_with_the_sizes_that_transformers_reads_from_it_and_knows_a_capital():
     path = tiny.smollm2_gguf()
     theirs = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    taps = parse_taps("final@last", num_layers=30)
     with open_checkpoint(path) as checkpoint:
         ours = reference._config(checkpoint)
         tokenizer = checkpoint.tokenizer()
         (ids,) = tokenizer.encode_batch(["The capital of France is"], special_tokens=True)
-        ((_, states),) = reference_states(checkpoint, [ids], taps)
-        token = next_tokens(checkpoint, states[0])
+        states = all_states(checkpoint, [ids])
+        (token,) = next_tokens(checkpoint, states[30, "post"][0][-1:])
     same = ["model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rope_parameters"]
     same += ["num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"]
     for name in same:
@@ -123,5 +127,5 @@ def test_without_torch_or_transformers_the_extra_is_named(tmp_path, sequences, m
     folder = tiny.tiny_checkpoint(tmp_path / "checkpoint", "llama")
     monkeypatch.setitem(sys.modules, package, None)
     with open_checkpoint(folder) as checkpoint, pytest.raises(MissingExtra, match="needs torch and transformers") as error:
-        next(reference_states(checkpoint, sequences, TAPS))
+        next(reference_states(checkpoint, sequences))
     assert "[verify]" in error.value.fix
