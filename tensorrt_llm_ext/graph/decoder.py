@@ -12,6 +12,7 @@ The output head is never written, nor a layer above the highest tap, nor the fin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.graph import names
 from tensorrt_llm_ext.graph.layers import EMBEDDING, decoder_layer, final_norm, layer_prefix, layout_inputs, rope_rows
-from tensorrt_llm_ext.graph.operators import Graph, GraphTensor
+from tensorrt_llm_ext.graph.operators import NUMPY_TYPES, Graph, GraphTensor
 from tensorrt_llm_ext.graph.rows import RowGather
 from tensorrt_llm_ext.graph.weights import ExternalWeights
 from tensorrt_llm_ext.taps import Tap
@@ -37,22 +38,43 @@ class DecoderFiles:
     files: tuple[str, ...]  # model.onnx first
     inputs: tuple[GraphTensor, ...]
     outputs: tuple[GraphTensor, ...]
+    weight_dtype: str
+    """The type that most bytes of the weights are stored in."""
+    weight_bytes: int
+    """Of the weights in the type they are computed in."""
 
 
 def write_decoder(
-    checkpoint: Checkpoint, folder: Path, *, taps: tuple[Tap, ...], dtype: str, max_seq_len: int
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    taps: tuple[Tap, ...],
+    dtype: str,
+    max_seq_len: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderFiles:
     """Write model.onnx and its weights into the existing, empty ``folder``, one tensor in memory at a time.
 
     ``dtype`` is the compute type: float32 or float16 for ONNX Runtime, bfloat16 or float16 for TensorRT. ``mean``
-    outputs are float32, and so is every output of a bfloat16 build (NumPy has no bfloat16).
+    outputs are float32, and so is every output of a bfloat16 build (NumPy has no bfloat16). ``progress`` hears of bytes
+    of weights done and in all. Raises DiskFull, BuildError, and OSError for what else a disk refuses.
     """
     weights = ExternalWeights(checkpoint, dtype)
     g = Graph(dtype, weights.initializer)
     _write_nodes(g, checkpoint.architecture, weights, taps, max_seq_len)
-    files = weights.write(folder)
+    files = weights.write(folder, progress)
     (folder / names.MODEL_FILE).write_bytes(g.model(checkpoint.name).SerializeToString(deterministic=True))
-    return DecoderFiles(folder, (names.MODEL_FILE, *files), tuple(g.inputs), tuple(g.outputs))
+    num_bytes = weights.num_bytes()
+    return DecoderFiles(
+        folder=folder,
+        files=(names.MODEL_FILE, *files),
+        inputs=tuple(g.inputs),
+        outputs=tuple(g.outputs),
+        weight_dtype=num_bytes.most_common(1)[0][0],
+        weight_bytes=sum(
+            count // NUMPY_TYPES[stored].itemsize * NUMPY_TYPES[dtype].itemsize for stored, count in num_bytes.items()
+        ),
+    )
 
 
 def _write_nodes(

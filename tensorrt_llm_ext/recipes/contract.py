@@ -40,12 +40,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest batch an engine takes. ``max_padded_tokens`` bounds B x S, which no single dimension can."""
+    """The largest batch an engine takes. ``max_padded_tokens`` bounds B x S, which no single dimension can.
+
+    ``opt_num_tokens`` is how many tokens a batch should hold to run fastest (None: as many as fit); a longer sequence
+    goes alone.
+    """
 
     max_num_tokens: int
     max_batch_size: int
     max_seq_len: int
     max_padded_tokens: int
+    opt_num_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,185 @@
+"""From a checkpoint and a recipe to a published engine directory.
+
+::
+
+    settings = settings_from_recipe(recipe, card, architecture)
+    with published(out) as folder:
+        write_decoder(checkpoint, folder, …)            # model.onnx, weights
+        checkpoint.tokenizer().save(folder)
+        canaries = make_canaries(checkpoint, …)         # float32, layer by layer
+        write_contract(folder, contract)                # what the engine promises
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime
+
+import tensorrt_llm_ext
+from tensorrt_llm_ext.builder.canaries import make_canaries
+from tensorrt_llm_ext.builder.memory import memory_estimate
+from tensorrt_llm_ext.checkpoint import Checkpoint, open_checkpoint
+from tensorrt_llm_ext.errors import BuildError, DiskFull
+from tensorrt_llm_ext.fingerprint import file_fingerprint, fingerprint
+from tensorrt_llm_ext.graph import DecoderFiles, write_decoder
+from tensorrt_llm_ext.recipes import (
+    BuildSettings,
+    Card,
+    Contract,
+    Recipe,
+    TensorSpec,
+    load_card,
+    load_recipe,
+    published,
+    settings_from_recipe,
+    write_contract,
+)
+from tensorrt_llm_ext.recipes.contract import Canary, EngineFile, Fingerprints
+
+BUILDER = "tensorrt_llm_ext"
+ACCEPTED_RUNTIME = "onnxruntime>=1.23,<2"  # 1.23 is the first with the Attention operator of opset 23
+
+Progress = Callable[[str, int, int], None]
+"""Called with a step's name, how much of it is done, and how much there is."""
+
+
+def build_engine(
+    checkpoint_path: Path | str,
+    out: Path | str,
+    *,
+    recipe: Recipe | Path | str | None = None,
+    card: Card | Path | str = "cpu",
+    taps: str | None = None,
+    precision: str | None = None,
+    max_seq_len: int | None = None,
+    opt_num_tokens: int | None = None,
+    max_num_tokens: int | None = None,
+    max_batch_size: int | None = None,
+    max_padded_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Contract:
+    """Build the engine of a checkpoint for a card and publish it as the directory ``out``; return its contract.
+
+    What is given here goes before the recipe, what the recipe leaves open the card and the model decide. Raises
+    CheckpointError, RecipeError, TapError, BuildError or DiskFull; ``out`` then does not exist, or is as it was.
+    """
+    given = dict(
+        taps=taps,
+        precision=precision,
+        max_seq_len=max_seq_len,
+        opt_num_tokens=opt_num_tokens,
+        max_num_tokens=max_num_tokens,
+        max_batch_size=max_batch_size,
+        max_padded_tokens=max_padded_tokens,
+    )
+    recipe = Recipe() if recipe is None else recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
+    card = card if isinstance(card, Card) else load_card(card)
+    with open_checkpoint(checkpoint_path) as checkpoint:
+        settings = settings_from_recipe(recipe, card, checkpoint.architecture)
+        try:
+            return _build(checkpoint, Path(out), settings, progress or (lambda step, done, total: None))
+        except OSError as error:
+            raise _file_error(error, Path(out)) from error
+
+
+def _build(checkpoint: Checkpoint, out: Path, settings: BuildSettings, progress: Progress) -> Contract:
+    started = time.monotonic()
+    with published(out) as folder:
+        decoder = write_decoder(
+            checkpoint,
+            folder,
+            taps=settings.taps,
+            dtype=settings.precision,
+            max_seq_len=settings.limits.max_seq_len,
+            progress=lambda done, total: progress("weights", done, total),
+        )
+        checkpoint.tokenizer().save(folder)
+        canaries = make_canaries(
+            checkpoint, settings.taps, settings.precision, lambda done, total: progress("canaries", done, total)
+        )
+        contract = _contract(checkpoint, settings, decoder, canaries, _hashed(folder, progress), started)
+        write_contract(folder, contract)
+    return contract
+
+
+def _contract(
+    checkpoint: Checkpoint,
+    settings: BuildSettings,
+    decoder: DecoderFiles,
+    canaries: tuple[Canary, ...],
+    files: tuple[EngineFile, ...],
+    started: float,
+) -> Contract:
+    plan = {file.name: file.sha256 for file in files if file.name in decoder.files}
+    return Contract(
+        model_name=checkpoint.name,
+        architecture=checkpoint.architecture,
+        fingerprints=Fingerprints(
+            checkpoint=checkpoint.fingerprint(),
+            tokenizer=checkpoint.tokenizer().fingerprint(),
+            recipe=settings.fingerprint(),
+            plan=fingerprint(plan),
+        ),
+        backend=settings.backend,
+        builder=BUILDER,
+        builder_version=tensorrt_llm_ext.__version__,
+        accepted_runtime=ACCEPTED_RUNTIME,
+        platform=settings.platform,
+        compute_capabilities=(settings.compute_capability,) if settings.compute_capability else (),
+        weight_dtype=decoder.weight_dtype,
+        activation_dtype=settings.precision,
+        taps=settings.taps,
+        tensors=_tensors(decoder, settings),
+        limits=settings.limits,
+        memory=memory_estimate(checkpoint.architecture, settings, decoder.weight_bytes),
+        files=files,
+        canaries=canaries,
+        build={
+            "seconds": round(time.monotonic() - started, 3),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "onnxruntime": onnxruntime.__version__,
+        },
+    )
+
+
+def _tensors(decoder: DecoderFiles, settings: BuildSettings) -> tuple[TensorSpec, ...]:
+    inputs = [TensorSpec(tensor.name, "input", tensor.dtype, tensor.shape) for tensor in decoder.inputs]
+    outputs = [
+        TensorSpec(tensor.name, "output", tensor.dtype, tensor.shape, tap=tap)
+        for tensor, tap in zip(decoder.outputs, settings.taps, strict=True)
+    ]
+    return (*inputs, *outputs)
+
+
+def _hashed(folder: Path, progress: Progress) -> tuple[EngineFile, ...]:
+    files = sorted(folder.iterdir())
+    hashed = []
+    for number, path in enumerate(files):
+        progress("fingerprint", number, len(files))
+        hashed.append(EngineFile(path.name, path.stat().st_size, file_fingerprint(path)))
+    progress("fingerprint", len(files), len(files))
+    return tuple(hashed)
+
+
+def _file_error(error: OSError, out: Path) -> BuildError | DiskFull:
+    """A file operation's error as one of ours."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"the disk filled up while '{out}' was built",
+            expected="space for the engine's weights",
+            found=error,
+            fix="free space, or name an --out on another disk; the half-built engine was removed",
+        )
+    return BuildError(
+        f"a file could not be read or written while '{out}' was built",
+        expected="the checkpoint's files, and a folder that can be written to",
+        found=error,
+        fix="check the file that is named, its permissions and its disk",
+    )

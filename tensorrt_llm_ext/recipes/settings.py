@@ -1,0 +1,91 @@
+"""BuildSettings: what a recipe means for one card and one model, with every choice made."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.errors import RecipeError, UnsupportedCheckpoint
+from tensorrt_llm_ext.fingerprint import fingerprint
+from tensorrt_llm_ext.recipes.card import Card
+from tensorrt_llm_ext.recipes.contract import Limits
+from tensorrt_llm_ext.recipes.recipe import Precision, Recipe
+from tensorrt_llm_ext.taps import Tap, parse_taps
+
+LENGTH_BOUND_ROPES = ("dynamic", "longrope")  # beyond the original maximum they depend on the call's length
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """Everything that decides an engine besides its checkpoint. ``precision`` is the type it computes in."""
+
+    taps: tuple[Tap, ...]
+    precision: Precision
+    limits: Limits
+    backend: str
+    platform: str
+    compute_capability: str | None
+
+    def fingerprint(self) -> str:
+        """Identity of the settings; names and titles of recipe and card do not count."""
+        return fingerprint(dataclasses.asdict(self))
+
+
+def settings_from_recipe(recipe: Recipe, card: Card, architecture: Architecture) -> BuildSettings:
+    """Make every choice that the recipe leaves open.
+
+    Raises RecipeError for a recipe of another model, a precision that the card lacks or limits that contradict each
+    other, TapError for a tap that the model lacks, UnsupportedCheckpoint for a length the model cannot be run at exactly.
+    """
+    recipe.check_model(architecture)
+    precision = recipe.precision or card.precisions[0]
+    card.check_precision(precision)
+    return BuildSettings(
+        taps=parse_taps(recipe.taps, architecture.num_layers),
+        precision=precision,
+        limits=_limits(recipe, card, architecture),
+        backend=card.backend,
+        platform=card.platform,
+        compute_capability=card.compute_capability,
+    )
+
+
+def longest_exact(architecture: Architecture) -> tuple[int, str]:
+    """The longest sequence that the model computes exactly here, in tokens, and what bounds it."""
+    bounds = [(architecture.max_positions, "the model's maximum of positions")]
+    if architecture.sliding_window is not None:
+        bounds.append((architecture.sliding_window, "the model's sliding window"))
+    if architecture.rope.type in LENGTH_BOUND_ROPES:
+        bounds.append((architecture.rope.original_max_positions, f"the original maximum of {architecture.rope.type} rope"))
+    return min(bounds)
+
+
+def _limits(recipe: Recipe, card: Card, architecture: Architecture) -> Limits:
+    longest, bound = longest_exact(architecture)
+    max_seq_len = recipe.max_seq_len or min(longest, recipe.longest_default)
+    if max_seq_len > longest:
+        raise UnsupportedCheckpoint(
+            "the sequences would be longer than the model can be run at exactly",
+            expected=f"max_seq_len of at most {longest} tokens: {bound}",
+            found=f"max_seq_len of {max_seq_len} tokens",
+            fix=f"build with max_seq_len {longest} or less",
+        )
+    opt_num_tokens = recipe.opt_num_tokens or card.opt_num_tokens
+    max_num_tokens = recipe.max_num_tokens or max(opt_num_tokens, max_seq_len)
+    limits = Limits(
+        max_num_tokens=max_num_tokens,
+        max_batch_size=recipe.max_batch_size or card.max_batch_size,
+        max_seq_len=max_seq_len,
+        max_padded_tokens=recipe.max_padded_tokens or max(2 * opt_num_tokens, max_num_tokens),
+        opt_num_tokens=min(opt_num_tokens, max_num_tokens),
+    )
+    for name in ("max_num_tokens", "max_padded_tokens"):
+        if getattr(limits, name) < max_seq_len:
+            raise RecipeError(
+                f"{name} is too small for one sequence of max_seq_len",
+                expected=f"{name} of at least {max_seq_len} tokens",
+                found=f"{name} of {getattr(limits, name)} tokens",
+                fix=f"raise {name}, or lower max_seq_len",
+            )
+    return limits
