@@ -1,1 +1,18 @@
-"""inputs"""
+"""Prompts in: rows of a file, and the work items or refusals they become. Nothing is renumbered, nothing disappears."""
+
+from tensorrt_llm_ext.inputs.items import AcceptedRow, RefusedRow, work_items
+from tensorrt_llm_ext.inputs.policy import TokenPolicy, token_policy
+from tensorrt_llm_ext.inputs.rows import FORMATS, Fields, Input, Row, open_input
+
+__all__ = [
+    "FORMATS",
+    "AcceptedRow",
+    "Fields",
+    "Input",
+    "RefusedRow",
+    "Row",
+    "TokenPolicy",
+    "open_input",
+    "token_policy",
+    "work_items",
+]

@@ -1,0 +1,226 @@
+"""Work items from rows: every row becomes one, or a refusal with a stable code, in the order of the input.
+
+The codes: ``not_utf8``, ``line_too_long``, ``empty_row``, ``not_json``, ``not_an_object`` (the line itself);
+``missing_field``, ``bad_request_id``, ``not_text``, ``bad_messages``, ``template_failed``, ``bad_ids``,
+``lone_surrogate`` (its fields); ``empty_prompt``, ``outside_vocabulary``, ``too_long`` (its tokens);
+``duplicate_id`` (an accepted row has this id and the same tokens), ``conflicting_id`` (and other tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import numpy as np
+
+from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
+from tensorrt_llm_ext.errors import InputError, Refusal
+from tensorrt_llm_ext.fingerprint import token_hash
+from tensorrt_llm_ext.inputs.duplicates import SeenIds, Verdict
+from tensorrt_llm_ext.inputs.fields import (
+    messages_of_row,
+    request_id_of_row,
+    text_of_row,
+    token_ids_of_row,
+    unicode_checked,
+)
+from tensorrt_llm_ext.inputs.policy import TokenPolicy
+from tensorrt_llm_ext.inputs.rows import Fields, Row
+from tensorrt_llm_ext.results.record import WorkItem
+
+_BATCH_ROWS = 512
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class AcceptedRow:
+    """A row that became a work item."""
+
+    number: int
+    fraction: float | None
+    item: WorkItem
+
+
+@dataclass(frozen=True)
+class RefusedRow:
+    """A row that cannot be served, and why. ``request_id`` is None where the row does not say it."""
+
+    number: int
+    fraction: float | None
+    line: int | None
+    request_id: str | None
+    refusal: Refusal
+
+
+def work_items(
+    rows: Iterable[Row], fields: Fields, tokenizer: Tokenizer, policy: TokenPolicy, *, vocab_size: int, source: str
+) -> Iterator[AcceptedRow | RefusedRow]:
+    """Turn each row into a work item or a refusal, in order; texts are tokenised many at a time.
+
+    ``source`` names the input in each work item's id (``prompts.jsonl#17``). Only accepted rows claim their request
+    id. Memory: one batch of rows, and 16 bytes a row where the input brings its own ids.
+    """
+    seen = SeenIds() if fields.request_id is not None else None
+    steps = _Steps(fields, tokenizer, policy, vocab_size)
+    for batch in _batches(rows, fields):
+        drafts = [_Draft(row) for row in batch]
+        _each(drafts, steps.read)
+        steps.tokenise(drafts)
+        _each(drafts, steps.check_tokens)
+        if seen is not None:
+            _claim_ids(seen, drafts)
+        for draft in drafts:
+            yield draft.finished(source)
+
+
+@dataclass
+class _Draft:
+    """A row on its way to becoming a work item."""
+
+    row: Row
+    request_id: str | None = None
+    text: str | None = None
+    token_ids: np.ndarray | None = None
+    token_hash: str = ""
+    truncated_from: int | None = None
+    refusal: Refusal | None = field(default=None)
+
+    def finished(self, source: str) -> AcceptedRow | RefusedRow:
+        row = self.row
+        if self.refusal is not None:
+            return RefusedRow(row.number, row.fraction, row.line, self.request_id, self.refusal)
+        self.token_ids.flags.writeable = False
+        work_item_id = f"{source}#{row.number}"
+        item = WorkItem(self.request_id, work_item_id, self.token_ids, self.token_hash, self.truncated_from)
+        return AcceptedRow(row.number, row.fraction, item)
+
+
+class _Steps:
+    """What is done to each draft, with what it needs; a step raises Refusal for a row that cannot go on."""
+
+    def __init__(self, fields: Fields, tokenizer: Tokenizer, policy: TokenPolicy, vocab_size: int) -> None:
+        self._fields = fields
+        self._tokenizer = tokenizer
+        self._policy = policy
+        self._vocab_size = vocab_size
+        self._adds_special_tokens = policy.special_tokens == "tokenizer"
+        self._now = policy.template_date and datetime.fromisoformat(policy.template_date)
+
+    def read(self, draft: _Draft) -> None:
+        if isinstance(draft.row.fields, Refusal):
+            raise draft.row.fields
+        draft.request_id = request_id_of_row(draft.row, self._fields)
+        if self._fields.ids:
+            draft.token_ids = token_ids_of_row(draft.row, self._fields.ids)
+        elif self._fields.messages:
+            text = self._rendered(messages_of_row(draft.row, self._fields.messages))
+            draft.text = unicode_checked(text, self._fields.messages)
+        else:
+            draft.text = (self._policy.prefix or "") + text_of_row(draft.row, self._fields.text)
+
+    def _rendered(self, messages: list[dict]) -> str:
+        try:
+            return self._tokenizer.render_chat(messages, self._policy.add_generation_prompt, now=self._now)
+        except InputError as error:
+            raise Refusal(
+                "template_failed", error.what, expected=error.expected, found=error.found, fix=error.fix
+            ) from error
+
+    def tokenise(self, drafts: list[_Draft]) -> None:
+        texts = [draft for draft in drafts if draft.refusal is None and draft.text is not None]
+        encoded = self._tokenizer.encode_batch([draft.text for draft in texts], self._adds_special_tokens)
+        for draft, token_ids in zip(texts, encoded, strict=True):
+            draft.token_ids = token_ids
+
+    def check_tokens(self, draft: _Draft) -> None:
+        token_ids = draft.token_ids
+        if not len(token_ids):
+            raise _empty_prompt("no token")
+        if not 0 <= token_ids.min() <= token_ids.max() < self._vocab_size:
+            place = int(np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))[0])
+            raise Refusal(
+                "outside_vocabulary",
+                "a token id is outside the model's vocabulary",
+                expected=f"0 to {self._vocab_size - 1}",
+                found=f"{token_ids[place]} at position {place}",
+                fix="tokenise with this model's tokenizer",
+            )
+        draft.token_ids = token_ids.astype(np.int32, copy=False)
+        if len(token_ids) > self._policy.max_length:
+            self._cut(draft)
+        draft.token_hash = token_hash(draft.token_ids)
+
+    def _cut(self, draft: _Draft) -> None:
+        """Cut the text's own tokens; special tokens at either end stay, as transformers' truncation leaves them."""
+        num_tokens, max_length = len(draft.token_ids), self._policy.max_length
+        head, tail = self._special_ends(draft)
+        num_kept = max_length - head - tail
+        if self._policy.too_long == "refuse" or num_kept < 1:
+            raise Refusal(
+                "too_long",
+                "the prompt is too long",
+                expected=f"at most {max_length} tokens",
+                found=f"{num_tokens} tokens",
+                fix="shorten it, or ask for --too-long truncate-left or truncate-right",
+            )
+        end = num_tokens - tail
+        kept = slice(end - num_kept, end) if self._policy.too_long == "truncate-left" else slice(head, head + num_kept)
+        parts = draft.token_ids[:head], draft.token_ids[kept], draft.token_ids[end:]
+        draft.token_ids, draft.truncated_from = np.concatenate(parts), num_tokens
+
+    def _special_ends(self, draft: _Draft) -> tuple[int, int]:
+        """How many tokens before and after the text the tokenizer added."""
+        if draft.text is None or not self._adds_special_tokens:
+            return 0, 0
+        (bare,) = self._tokenizer.encode_batch([draft.text], special_tokens=False)
+        added = len(draft.token_ids) - len(bare)
+        for head in range(added + 1):
+            if np.array_equal(draft.token_ids[head : head + len(bare)], bare):
+                return head, added - head
+        return 0, 0  # special tokens within the text: there is no end to keep
+
+
+def _batches(rows: Iterable[Row], fields: Fields) -> Iterator[list[Row]]:
+    """Group rows for the tokenizer, which spreads one call over the cores."""
+    batch: list[Row] = []
+    num_characters = 0
+    for row in rows:
+        batch.append(row)
+        text = None if isinstance(row.fields, Refusal) else row.fields.get(fields.prompt)
+        num_characters += len(text) if isinstance(text, str | list) else 0
+        if len(batch) >= _BATCH_ROWS or num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _each(drafts: list[_Draft], step: Callable[[_Draft], None]) -> None:
+    for draft in drafts:
+        if draft.refusal is None:
+            try:
+                step(draft)
+            except Refusal as refusal:
+                draft.refusal = refusal
+
+
+def _claim_ids(seen: SeenIds, drafts: list[_Draft]) -> None:
+    accepted = [draft for draft in drafts if draft.refusal is None]
+    verdicts = seen.claim([draft.request_id for draft in accepted], [draft.token_hash for draft in accepted])
+    for draft, verdict in zip(accepted, verdicts, strict=True):
+        if verdict is not Verdict.NEW:
+            is_same = verdict is Verdict.SAME_TOKENS
+            draft.refusal = Refusal(
+                "duplicate_id" if is_same else "conflicting_id",
+                "the request id was used by an earlier row",
+                expected="each request id once",
+                found=f"{draft.request_id!r} again, with {'the same' if is_same else 'other'} tokens",
+                fix="remove the row" if is_same else "give each request an id of its own",
+            )
+
+
+def _empty_prompt(found: str) -> Refusal:
+    return Refusal(
+        "empty_prompt", "the prompt is empty", expected="at least one token", found=found, fix="remove the row or fill it"
+    )

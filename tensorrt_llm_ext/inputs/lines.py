@@ -1,0 +1,120 @@
+"""JSONL and plain text: one row a line, every line a row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+from tensorrt_llm_ext.errors import InputError, Refusal
+from tensorrt_llm_ext.inputs.rows import STANDARD_INPUT, Fields, Row
+
+MAX_LINE_BYTES = 64 << 20  # a line is held in memory as a whole; the longest contexts of today are below 8 MiB of text
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class LineInput:
+    """A JSONL or text file, gzipped when it ends in ``.gz``, or standard input.
+
+    A line ends at ``\\n`` (a ``\\r`` before it belongs to the ending); the last may lack it. A text file has the one
+    field that ``fields`` names as the text. Blank lines are rows too, and are refused: a row number is a line number
+    less one, always.
+    """
+
+    def __init__(self, path: str, fields: Fields, *, is_json: bool) -> None:
+        self.name = "stdin" if path == STANDARD_INPUT else Path(path).name
+        self.num_rows = None
+        self._path = path
+        self._fields = fields
+        self._is_json = is_json
+        if not is_json and (fields.text is None or fields.request_id is not None):
+            raise InputError(
+                f"'{self.name}' is read as plain text, which has no fields",
+                expected="one prompt a line; the request id is the row number",
+                found=f"the fields {', '.join(fields.names())}",
+                fix="leave the fields out, or give JSONL, Parquet or an Arrow folder",
+            )
+        if path != STANDARD_INPUT and not os.path.isfile(path):
+            raise InputError(f"'{path}' is not a file", expected="a file of lines", found="a folder", fix="name the file")
+
+    def rows(self) -> Iterator[Row]:
+        size = None if self._path == STANDARD_INPUT else max(os.path.getsize(self._path), 1)
+        # a gzipped file's position is the compressed one, which is what its size is measured in
+        with nullcontext(sys.stdin.buffer) if size is None else open(self._path, "rb") as raw:
+            file = gzip.GzipFile(fileobj=raw) if self._path.endswith(".gz") else raw
+            try:
+                for number, line in enumerate(_lines(file)):
+                    yield Row(number, number + 1, self._fields_of(line), size and min(raw.tell() / size, 1.0))
+            except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
+                raise InputError(
+                    f"'{self._path}' breaks off while it is read",
+                    expected="a whole file" if file is raw else "a whole gzip file",
+                    found=f"{type(error).__name__}: {error}",
+                    fix="copy the file again; what is committed stays, and --resume goes on from there",
+                ) from error
+
+    def _fields_of(self, line: bytes | Refusal) -> dict | Refusal:
+        if isinstance(line, Refusal):
+            return line
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            return Refusal(
+                "not_utf8", "the line is not UTF-8", expected="UTF-8", found=error, fix="convert the file to UTF-8"
+            )
+        return _parsed(text) if self._is_json else {self._fields.text: text}
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | Refusal]:
+    """Every line without its ending; a line that is too long becomes a refusal and is passed over."""
+    is_first = True
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if is_first:
+            line, is_first = line.removeprefix(_BYTE_ORDER_MARK), False
+        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+            continue
+        num_bytes = len(line)
+        while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
+            num_bytes += len(line)
+        yield Refusal(
+            "line_too_long",
+            "the line is longer than a line may be",
+            expected=f"at most {MAX_LINE_BYTES} bytes",
+            found=f"{num_bytes} bytes",
+            fix="split the row, or give its tokens in a Parquet file",
+        )
+
+
+def _parsed(line: str) -> dict | Refusal:
+    if not line.strip():
+        return Refusal(
+            "empty_row", "the line is blank", expected="a JSON object", found="nothing", fix="remove the line or fill it"
+        )
+    try:
+        value = json.loads(line, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # ValueError: syntax, an integer of thousands of digits, a key twice
+        return Refusal("not_json", "the line is not JSON", expected="a JSON object", found=error, fix="correct the line")
+    if not isinstance(value, dict):
+        return Refusal(
+            "not_an_object",
+            "the line is JSON, but not an object",
+            expected='a JSON object, for example {"text": "…"}',
+            found=f"a JSON {type(value).__name__}",
+            fix="write one object a line",
+        )
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return value

@@ -1,0 +1,31 @@
+"""Stand-ins for tests of everything around the engine: a byte-level tokenizer, and later a session without a model."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
+from tensorrt_llm_ext.recipes.contract import Limits
+
+VOCAB_SIZE = 263
+BOS, EOS = 0, 1
+LIMITS = Limits(max_num_tokens=256, max_batch_size=8, max_seq_len=64, max_padded_tokens=512)
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE, ends: str = "<s> $A") -> Tokenizer:
+    """A tokenizer of one token a byte; ``ends`` says which special tokens it adds."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": BOS, "</s>": EOS, "<pad>": 2} | {letter: 3 + i for i, letter in enumerate(alphabet)}
+    rust = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    rust.add_special_tokens(["<s>", "</s>", "<pad>"])
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.post_processor = processors.TemplateProcessing(single=ends, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    return Tokenizer(rust, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, template=template)

@@ -1,0 +1,108 @@
+"""JSONL and text: every line is a row, and a bad line never moves the others."""
+
+import gzip
+import io
+
+import pytest
+
+from tensorrt_llm_ext.errors import InputError, Refusal
+from tensorrt_llm_ext.inputs import Fields, lines, open_input
+
+
+def rows_of(path, **options):
+    return list(open_input(str(path), Fields(), **options).rows())
+
+
+def test_a_row_number_is_its_line_number_less_one_whatever_the_lines_hold(jsonl):
+    path = jsonl('{"text": "a"}', "", "{broken", '{"text": "b"}')
+    rows = rows_of(path)
+    assert [(row.number, row.line) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [row.fields.code if isinstance(row.fields, Refusal) else row.fields["text"] for row in rows] == [
+        "a",
+        "empty_row",
+        "not_json",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line, code",
+    [
+        (b"", "empty_row"),
+        (b"  \t", "empty_row"),
+        (b"{", "not_json"),
+        (b"{'text': 1}", "not_json"),
+        (b'{"text": "a"} {"text": "b"}', "not_json"),
+        (b"[" * 100_000, "not_json"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not_json"),
+        (b'{"text": "a", "text": "b"}', "not_json"),
+        (b'"text"', "not_an_object"),
+        (b"null", "not_an_object"),
+        (b"[1]", "not_an_object"),
+        (b'{"text": "\xff"}', "not_utf8"),
+        (b"\xed\xa0\x80", "not_utf8"),
+    ],
+)
+def test_a_bad_line_has_its_own_code(jsonl, line, code):
+    good = '{"text": "a"}'
+    before, bad, after = rows_of(jsonl(good, line, good))
+    assert bad.fields.code == code and bad.line == 2
+    assert before.fields == after.fields == {"text": "a"}
+
+
+def test_a_key_that_stands_twice_is_named(jsonl):
+    (row,) = rows_of(jsonl('{"text": "a", "id": 1, "text": "b"}'))
+    assert "'text' stands twice" in row.fields.found
+
+
+def test_a_line_beyond_the_limit_is_passed_over_in_pieces_and_counted(jsonl, monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 20)
+    rows = rows_of(jsonl('{"text": "12345678"}', '{"text": "123456789"}', "x" * 1000, '{"text": "a"}'))
+    assert rows[0].fields == {"text": "12345678"} and rows[3].fields == {"text": "a"}
+    assert [row.fields.code for row in rows[1:3]] == ["line_too_long"] * 2
+    assert [row.fields.found for row in rows[1:3]] == ["22 bytes", "1001 bytes"]
+
+
+def test_text_keeps_everything_but_the_line_ending(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbf first \r\n\r\n\tsecond\xe2\x80\xa8still second\x0b\nlast")
+    assert [row.fields["text"] for row in rows_of(path)] == [" first ", "", "\tsecond\u2028still second\x0b", "last"]
+
+
+def test_an_empty_file_has_no_rows(tmp_path):
+    (tmp_path / "prompts.jsonl").write_bytes(b"")
+    assert rows_of(tmp_path / "prompts.jsonl") == []
+
+
+def test_a_gzipped_file_reads_the_same(tmp_path, jsonl):
+    plain = jsonl('{"text": "a"}', "", '{"text": "b"}')
+    packed = tmp_path / "prompts.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert [(row.line, str(row.fields)) for row in rows_of(packed)] == [
+        (row.line, str(row.fields)) for row in rows_of(plain)
+    ]
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-10], lambda whole: b"junk", lambda whole: whole[:12] + b"\0" * 50])
+def test_a_damaged_gzip_file_stops_the_run(tmp_path, damage):
+    path = tmp_path / "prompts.txt.gz"
+    path.write_bytes(damage(gzip.compress(b"a line\n" * 1000)))
+    with pytest.raises(InputError, match="breaks off while it is read"):
+        rows_of(path)
+
+
+def test_standard_input_is_jsonl_unless_said_otherwise(monkeypatch):
+    def standard_input(content):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    standard_input(b'{"text": "a"}\n')
+    assert [row.fields for row in rows_of("-")] == [{"text": "a"}]
+    standard_input(b"a\nb\n")
+    rows = rows_of("-", format="text")
+    assert [row.fields["text"] for row in rows] == ["a", "b"]
+    assert {row.fraction for row in rows} == {None}
+
+
+def test_the_fraction_read_grows_to_one(jsonl):
+    fractions = [row.fraction for row in rows_of(jsonl(*['{"text": "abc"}'] * 5000))]
+    assert fractions == sorted(fractions) and 0 < fractions[0] < 0.5 and fractions[-1] == 1.0
