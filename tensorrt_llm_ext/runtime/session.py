@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tensorrt_llm_ext
@@ -69,8 +70,6 @@ class Session:
         self.origin = origin
         self.num_slots = pipeline.num_slots
         self._pipeline = pipeline
-        self._canary_batches = batches(_proven_fit(canary_items(contract), contract), contract.limits)
-        self._next_canaries = itertools.cycle(self._canary_batches)
         self._closing = weakref.finalize(self, pipeline.close)
 
     @classmethod
@@ -82,10 +81,12 @@ class Session:
         num_slots: int = NUM_SLOTS,
         deadline_s: float = DEADLINE_S,
         tokenisation: Tokenisation = Tokenisation(),
+        prove: bool = True,
     ) -> Session:
         """Open an engine directory, measure its gather convention, and prove it on every canary.
 
-        ``num_threads`` bounds the threads of a CPU backend; ``tokenisation`` goes into every record's origin. Raises
+        ``num_threads`` bounds the threads of a CPU backend; ``tokenisation`` goes into every record's origin. Without
+        ``prove`` the canaries wait for ``check_canaries``: for commands that say how wrong an engine is. Raises
         EngineError (ContractError, IncompatibleEngine, ConventionError, CanaryError) when the engine cannot be trusted.
         """
         engine_path = Path(engine_path)
@@ -97,11 +98,20 @@ class Session:
         try:
             evidence = measure_convention(pipeline.run, contract)
             session = cls(pipeline, contract, evidence, _origin(contract, evidence.convention, tokenisation))
-            session.check_canaries()
+            if prove:
+                session.check_canaries()
         except BaseException:
             pipeline.close()
             raise
         return session
+
+    @cached_property
+    def _canary_batches(self) -> list[list[WorkItem]]:
+        return batches(_proven_fit(canary_items(self.contract), self.contract), self.contract.limits)
+
+    @cached_property
+    def _next_canaries(self) -> Iterator[list[WorkItem]]:
+        return itertools.cycle(self._canary_batches)
 
     @property
     def convention(self) -> Convention:
