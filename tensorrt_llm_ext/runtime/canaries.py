@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorrt_llm_ext.errors import CanaryError, ContractError
 from tensorrt_llm_ext.fingerprint import token_hash
-from tensorrt_llm_ext.recipes.contract import Canary, CanaryState, Contract
+from tensorrt_llm_ext.recipes.contract import Canary, CanaryState, Contract, row_distances
 from tensorrt_llm_ext.results.record import Failure, Record, WorkItem
 from tensorrt_llm_ext.taps import Tap
 
@@ -22,7 +22,7 @@ _PREFIX = "canary:"
 
 @dataclass(frozen=True)
 class CanaryDistance:
-    """How far one canary's state lies from the contract's: the largest absolute difference, within ``tolerance``."""
+    """How far one canary's state lies from the contract's: the farthest row by ``row_distances``, within ``tolerance``."""
 
     canary: int  # its number in the contract
     tap: Tap
@@ -83,14 +83,13 @@ def _distance(index: int, source: str, right: CanaryState, rows: np.ndarray, con
     spelling = right.tap.spelling(contract.architecture.num_layers)
     if rows.shape != right.rows.shape:
         raise _wrong(index, f"{spelling} of shape {list(right.rows.shape)}", f"shape {list(rows.shape)}")
-    differences = np.abs(rows.astype(np.float32) - right.rows)
-    distance = float(differences.max())
+    distances = row_distances(rows, right.rows)
+    distance = float(distances.max())
     if not distance <= right.tolerance:
-        row, column = np.unravel_index(differences.argmax(), differences.shape)
         raise _wrong(
             index,
-            f"{spelling} within {right.tolerance:g} of {source}: {right.rows[row, column]:g} at row {row}, column {column}",
-            f"{rows[row, column]:g}, {distance:g} away ({right.confusion_with} would be {right.confusion:g} away)",
+            f"every row of {spelling} within {right.tolerance:g} of {source}",
+            f"row {distances.argmax()}, {distance:g} away ({right.confusion_with} would be {right.confusion:g} away)",
         )
     return CanaryDistance(index, right.tap, distance, right.tolerance, source)
 
