@@ -1,6 +1,7 @@
-"""Reading checkpoints: weights, architecture and tokenizer, from a Hugging Face folder or a GGUF file, without torch."""
+"""Checkpoint: weights, architecture and tokenizer, read from a Hugging Face folder or a GGUF file, without torch."""
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, Family, architecture_from_config
+from tensorrt_llm_ext.checkpoint.gguf import GgufCheckpoint
 from tensorrt_llm_ext.checkpoint.hf import HfCheckpoint
 from tensorrt_llm_ext.checkpoint.open import open_checkpoint
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, TensorInfo
@@ -11,6 +12,7 @@ __all__ = [
     "Architecture",
     "Checkpoint",
     "Family",
+    "GgufCheckpoint",
     "HfCheckpoint",
     "Rope",
     "RopeType",

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, architecture_from_config
-from tensorrt_llm_ext.checkpoint.layout import HEAD, decoder_shapes
+from tensorrt_llm_ext.checkpoint.layout import HEAD, check_shape, decoder_shapes, missing_tensor
 from tensorrt_llm_ext.checkpoint.protocol import TensorInfo
 from tensorrt_llm_ext.checkpoint.safetensors_file import StoredTensor, stored_tensors
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
@@ -96,16 +96,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         quantisation = _json(separate).get("quantization") or {}
         config = {**config, "quantization_config": {"quant_method": "modelopt", **quantisation}}
     return config
-
-
-def missing_tensor(path: Path, name: str, known: Any) -> DamagedCheckpoint:
-    """Make the error for a tensor that the checkpoint lacks, naming the nearest it has."""
-    return DamagedCheckpoint(
-        f"'{path}' has no tensor '{name}'",
-        expected=f"a tensor '{name}'",
-        found=nearest_name(name, known) if len(known) else "no tensors",
-        fix="check that config.json belongs to these weights",
-    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -207,7 +197,9 @@ def _decoder_tensors(
     for name, shape in shapes.items():
         if name not in found:
             raise missing_tensor(folder, name, found)
-        _check_tensor(name, found[name], shape)
+        check_shape(name, found[name].shape, shape, found[name].file)
+        if found[name].dtype not in _DTYPES:
+            raise _unserved_dtype(name, found[name])
     return {name: found[name] for name in shapes}
 
 
@@ -225,18 +217,6 @@ def _refuse_unexpected(folder: Path, found: dict, shapes: dict, architecture: Ar
                 found=f"'{name}', {found[name].dtype} {list(found[name].shape)}",
                 fix="check that config.json belongs to these weights",
             )
-
-
-def _check_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
-    if stored.shape != shape:
-        raise DamagedCheckpoint(
-            f"the tensor '{name}' in '{stored.file}' has the wrong shape",
-            expected=f"{list(shape)}, from config.json",
-            found=list(stored.shape),
-            fix="check that config.json belongs to these weights",
-        )
-    if stored.dtype not in _DTYPES:
-        raise _unserved_dtype(name, stored)
 
 
 def _unserved_dtype(name: str, stored: StoredTensor) -> UnsupportedCheckpoint:

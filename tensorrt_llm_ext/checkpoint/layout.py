@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
+
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.errors import DamagedCheckpoint, nearest_name
 
 HEAD = "lm_head.weight"  # not a part of the decoder: used only where next tokens are compared
 
@@ -14,6 +18,27 @@ def decoder_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     for k in range(a.num_layers):
         shapes |= {f"model.layers.{k}.{name}": shape for name, shape in _layer_shapes(a).items()}
     return shapes | {"model.norm.weight": (a.hidden_size,)}
+
+
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...], file: Path) -> None:
+    """Raise DamagedCheckpoint when a stored tensor has another shape than the architecture gives it."""
+    if found != expected:
+        raise DamagedCheckpoint(
+            f"the tensor '{name}' in '{file}' has the wrong shape",
+            expected=f"{list(expected)}, from the model's config",
+            found=list(found),
+            fix="check that the config belongs to these weights",
+        )
+
+
+def missing_tensor(path: Path, name: str, known: Collection[str]) -> DamagedCheckpoint:
+    """Make the error for a tensor that the checkpoint lacks, naming the nearest it has."""
+    return DamagedCheckpoint(
+        f"'{path}' has no tensor '{name}'",
+        expected=f"a tensor '{name}'",
+        found=nearest_name(name, known) if known else "no tensors",
+        fix="check that the config belongs to these weights, and that every file of the checkpoint is there",
+    )
 
 
 def _layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
