@@ -1,1 +1,18 @@
-"""store"""
+"""Stores: where records go to stay, checked back to their work items, committed whole."""
+
+from tensorrt_llm_ext.store.header import Column, Header
+from tensorrt_llm_ext.store.lineage import check_lineage
+from tensorrt_llm_ext.store.reading import Neighbour, Vectors, open_vectors
+from tensorrt_llm_ext.store.vectors import DATASET_NAME, VectorStore, holds_dataset
+
+__all__ = [
+    "DATASET_NAME",
+    "Column",
+    "Header",
+    "Neighbour",
+    "VectorStore",
+    "Vectors",
+    "check_lineage",
+    "holds_dataset",
+    "open_vectors",
+]

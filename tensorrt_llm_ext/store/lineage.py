@@ -1,0 +1,66 @@
+"""Lineage: a record is stored only when it is the answer to its work item, from this engine, whole and finite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from tensorrt_llm_ext.errors import LineageError
+from tensorrt_llm_ext.results.record import Record, State, WorkItem, rows_hash
+from tensorrt_llm_ext.store.header import Column, Header
+
+
+def check_lineage(record: Record, item: WorkItem, header: Header) -> None:
+    """Check a record back to its work item; raise LineageError with everything that is not as it must be.
+
+    Compared: request id, work item id, token hash and count, truncation; origin (engine, tokenizer, policy, measured
+    convention); taps in order; and of each state dtype, shape, finite values and the hash, computed again.
+    """
+    wrong = [*_wrong_identity(record, item), *_wrong_origin(record, header), *_wrong_states(record, header)]
+    if wrong:
+        raise LineageError(
+            f"the record of request '{item.request_id}' is not the answer to its work item",
+            expected="; ".join(f"{name} {expected}" for name, expected, _ in wrong),
+            found="; ".join(f"{name} {found}" for name, _, found in wrong),
+            fix="this is a defect of the runtime or of whoever delivered the record: keep the input and report it",
+        )
+
+
+_Wrong = Iterator[tuple[str, object, object]]  # name, expected, found
+
+
+def _wrong_identity(record: Record, item: WorkItem) -> _Wrong:
+    for name in ("request_id", "work_item_id", "token_hash", "truncated_from"):
+        if getattr(record, name) != getattr(item, name):
+            yield name, getattr(item, name), getattr(record, name)
+    if record.num_tokens != len(item.token_ids):
+        yield "num_tokens", len(item.token_ids), record.num_tokens
+
+
+def _wrong_origin(record: Record, header: Header) -> _Wrong:
+    for field in dataclasses.fields(record.origin):
+        expected, found = getattr(header.origin, field.name), getattr(record.origin, field.name)
+        if field.name != "code_version" and found != expected:
+            yield field.name, expected, found
+
+
+def _wrong_states(record: Record, header: Header) -> _Wrong:
+    columns = header.columns()
+    taps = tuple(state.tap for state in record.states)
+    if taps != tuple(column.tap for column in columns):
+        yield "taps", [column.tap for column in columns], list(taps)
+        return
+    for column, state in zip(columns, record.states, strict=True):
+        yield from _wrong_rows(column, state)
+
+
+def _wrong_rows(column: Column, state: State) -> _Wrong:
+    expected, found = (column.computed_dtype, (1, column.hidden_size)), (state.rows.dtype.name, state.rows.shape)
+    if found != expected:
+        yield column.name, expected, found
+    elif not np.isfinite(state.rows).all():
+        yield column.name, "finite values", f"{np.count_nonzero(~np.isfinite(state.rows))} that are NaN or Inf"
+    elif (computed := rows_hash(state.rows)) != state.payload_hash:
+        yield column.hash_name, state.payload_hash, computed

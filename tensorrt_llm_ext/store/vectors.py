@@ -1,0 +1,266 @@
+"""VectorStore: a Lance dataset of vectors, one row a request, in the order of the input; one commit is a whole window.
+
+The output folder holds ``vectors.lance`` (the dataset) and what the job writes beside it. A commit writes one data file,
+then makes it visible by Lance's own transaction: a reader sees a commit whole or not at all, and a run that dies at any
+moment leaves the last commit. Files of a commit that did not happen are removed, at once or when the dataset is next
+opened for writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from lance.fragment import write_fragments
+
+from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, StoreError
+from tensorrt_llm_ext.results.record import Record, WorkItem
+from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
+from tensorrt_llm_ext.store.lineage import check_lineage
+
+DATASET_NAME = "vectors.lance"
+_PART_PREFIX = ".part-"
+_KEPT_VERSIONS_AGE = timedelta(minutes=10)  # for readers that are just opening one
+_COMMITS_PER_SWEEP = 64
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class VectorStore:
+    """A dataset that is open for writing, by one writer at a time. ``create`` or ``open``, then ``close``."""
+
+    def __init__(self, folder: Path, header: Header, lock: int) -> None:
+        self.header = header
+        self.path = folder / DATASET_NAME
+        self._lock = lock
+        self._columns = header.columns()
+        self._schema = header.schema()
+        self._pending: list[tuple[int, WorkItem, Record]] = []
+        self._dataset = lance.dataset(str(self.path))
+        self._sweep(timedelta(0))
+        self.num_rows = self._dataset.count_rows()
+        self.num_bytes = sum(
+            file.file_size_bytes or 0 for part in self._dataset.get_fragments() for file in part.metadata.files
+        )
+
+    @classmethod
+    def create(cls, folder: Path, header: Header) -> VectorStore:
+        """Make an empty dataset in ``folder``, which is new or empty.
+
+        Raises ForeignDataset when the folder holds anything, TapError for taps of many rows, DiskFull, and StoreError
+        when another run is writing there.
+        """
+        folder = Path(folder)
+        schema = header.schema()
+        with _store_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+        try:
+            _check_empty(folder)
+            with _store_errors(folder), tempfile.TemporaryDirectory(prefix=_PART_PREFIX, dir=folder) as part:
+                made = Path(part) / DATASET_NAME
+                lance.write_dataset(pa.Table.from_batches([], schema), str(made), schema=schema, mode="create")
+                made.rename(folder / DATASET_NAME)
+            return cls(folder, header, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def open(cls, folder: Path, header: Header) -> VectorStore:
+        """Open a dataset to add rows to it.
+
+        Raises ForeignDataset with the differences when it was made by another engine or under other conditions, or
+        is something else; StoreError when another run is writing to it.
+        """
+        folder = Path(folder)
+        stored = open_dataset(folder)
+        lock = _lock(folder)
+        try:
+            check_same(read_header(stored.schema, str(folder)), header, str(folder))
+            with _store_errors(folder):
+                return cls(folder, header, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @property
+    def settled_rows(self) -> int:
+        """How many rows of the input, from the first, the commits have settled: stored, refused or failed."""
+        batches = self._dataset.to_batches(columns=["window_end"])
+        return max((pc.max(batch["window_end"]).as_py() for batch in batches), default=0)
+
+    def identities(self) -> Iterator[tuple[int, str, str]]:
+        """The row number, request id and token hash of every committed row, in order, in constant memory."""
+        for batch in self._dataset.to_batches(columns=["row", "request_id", "token_hash"], scan_in_order=True):
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+    def append(self, row: int, item: WorkItem, record: Record) -> None:
+        """Take the record of input row ``row`` for the next commit. Raises LineageError, and then takes nothing."""
+        check_lineage(record, item, self.header)
+        self._pending.append((row, item, record))
+
+    def commit(self, window_end: int) -> int:
+        """Make every appended record visible, in row order; input rows before ``window_end`` are settled by it.
+
+        Returns how many rows it stored. Raises DiskFull or StoreError; then nothing of it is kept on disk, and
+        nothing in memory.
+        """
+        pending, self._pending = sorted(self._pending, key=lambda entry: entry[0]), []
+        if not pending:
+            return 0
+        try:
+            with _store_errors(self.path):
+                fragments = write_fragments(self._table(pending, window_end), self._dataset, schema=self._schema)
+                self._sync(self.path / "data" / file.path for part in fragments for file in part.files)
+                append = lance.LanceOperation.Append(fragments)
+                self._dataset = lance.LanceDataset.commit(self._dataset, append, read_version=self._dataset.version)
+                self._sync([self._newest_manifest()])
+        except StoreError:
+            self._dataset = lance.dataset(str(self.path))
+            self._sweep(timedelta(0))
+            if self._dataset.count_rows() != self.num_rows + len(pending):  # else the commit happened before the error
+                raise
+        self.num_rows += len(pending)
+        self.num_bytes += sum(file.file_size_bytes or 0 for part in fragments for file in part.files)
+        if self._dataset.version % _COMMITS_PER_SWEEP == 0:
+            self._sweep(_KEPT_VERSIONS_AGE)
+        return len(pending)
+
+    def close(self) -> None:
+        """Forget what was not committed and let other writers in. Idempotent."""
+        self._pending = []
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> VectorStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _table(self, pending: list[tuple[int, WorkItem, Record]], window_end: int) -> pa.Table:
+        rows, items, records = zip(*pending, strict=True)
+        columns = {
+            "request_id": [item.request_id for item in items],
+            "work_item_id": [item.work_item_id for item in items],
+            "row": rows,
+            "window_end": np.full(len(rows), window_end),
+            "token_hash": [item.token_hash for item in items],
+            "num_tokens": [record.num_tokens for record in records],
+            "truncated_from": [item.truncated_from for item in items],
+        }
+        for place, column in enumerate(self._columns):
+            states = [record.states[place] for record in records]
+            columns[column.name] = _vectors(np.concatenate([state.rows for state in states]), column)
+            columns[column.hash_name] = [state.payload_hash for state in states]
+        return pa.table(columns, schema=self._schema)
+
+    def _sync(self, paths) -> None:
+        """Bring files, and their names, to the disk: a commit must not outlive its data when the power fails."""
+        for path in paths:
+            for place in (path, path.parent):
+                descriptor = os.open(place, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def _newest_manifest(self) -> Path:
+        return max((self.path / "_versions").glob("*.manifest"), key=lambda path: path.stat().st_mtime_ns)
+
+    def _sweep(self, older_than: timedelta) -> None:
+        """Remove files that no version names (this is the only writer) and old versions, which hold no other rows."""
+        self._dataset.cleanup_old_versions(
+            older_than=older_than, delete_unverified=True, error_if_tagged_old_versions=False
+        )
+
+
+def open_dataset(folder: Path) -> lance.LanceDataset:
+    """Open the Lance dataset of an output folder (or named itself). Raises ForeignDataset when there is none."""
+    folder = Path(folder)
+    path = folder if folder.suffix == ".lance" else folder / DATASET_NAME
+    if not path.is_dir():
+        raise ForeignDataset(
+            f"'{folder}' holds no dataset of hidden states",
+            expected=f"a folder with {DATASET_NAME}",
+            found=_listing(folder) if folder.is_dir() else "no such folder",
+            fix="name the folder that `trtllm-extract run --out` wrote",
+        )
+    try:
+        return lance.dataset(str(path))
+    except (ValueError, OSError) as error:
+        raise ForeignDataset(
+            f"'{path}' cannot be opened", expected="a Lance dataset", found=error, fix="name another folder"
+        ) from error
+
+
+def holds_dataset(folder: Path) -> bool:
+    """Say whether an output folder has a dataset, ours or not, that a resumed run would go on with."""
+    return (Path(folder) / DATASET_NAME).exists()
+
+
+def _vectors(rows: np.ndarray, column: Column) -> pa.Array:
+    values = pa.array(rows.astype(column.stored_dtype, copy=False).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(values, column.hidden_size)
+
+
+def _check_empty(folder: Path) -> None:
+    """Only what a creation that died has left behind may lie there, and goes."""
+    for leftover in folder.glob(f"{_PART_PREFIX}*"):
+        shutil.rmtree(leftover)
+    if any(folder.iterdir()):
+        is_ours = holds_dataset(folder)
+        raise ForeignDataset(
+            f"'{folder}' already holds {'a dataset' if is_ours else 'something else'}",
+            expected="a new or empty folder",
+            found=_listing(folder),
+            fix="go on with --resume, or name another folder" if is_ours else "name another folder",
+        )
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "an empty folder"
+
+
+def _lock(folder: Path) -> int:
+    """Hold the folder for this process: the lock goes with the process, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"another run is writing to '{folder}'", expected="one writer", found=error, fix="wait for it, or stop it"
+        ) from error
+    return descriptor
+
+
+@contextmanager
+def _store_errors(path: Path) -> Iterator[None]:
+    """Map what the system and Lance say while writing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL or any(f"(os error {number})" in str(error) for number in _DISK_FULL):  # as Rust says it
+            raise DiskFull(
+                f"no space is left for '{path}'",
+                expected="room for the next commit",
+                found=error,
+                fix="free some space, then go on with --resume: every earlier commit is whole",
+            ) from error
+        raise StoreError(
+            f"'{path}' cannot be written", expected="a folder that takes files", found=error, fix="check the folder's rights"
+        ) from error
