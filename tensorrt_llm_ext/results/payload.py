@@ -2,7 +2,8 @@
 
 Each state is a tensor named by its tap's column (``final_post_last``). The container's metadata is the record's header,
 flat text readable without this package: every field of ``Record`` and ``Origin`` under its own name, a field that is
-None left out, and ``states``, a JSON list of column, tap, computed dtype and payload hash in tap order.
+None left out, ``states``, a JSON list of column, tap, computed dtype and payload hash in tap order, and
+``header_hash``, the fingerprint of all the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import safetensors
 from safetensors.numpy import save
 
 from tensorrt_llm_ext.errors import StoreError
-from tensorrt_llm_ext.fingerprint import canonical_json
+from tensorrt_llm_ext.fingerprint import canonical_json, fingerprint
 from tensorrt_llm_ext.results.record import FORMAT_VERSION, Origin, Record, State, rows_hash
 from tensorrt_llm_ext.taps import Tap
 
@@ -38,12 +39,13 @@ def payload_from_record(record: Record) -> bytes:
     header = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
     header |= {name: str(value) for name, value in fields.items() if value is not None}
     header["states"] = canonical_json([_described(state, num_layers) for state in record.states])
+    header["header_hash"] = fingerprint(header)
     rows = {state.tap.column(num_layers): np.ascontiguousarray(state.rows) for state in record.states}
     return save(rows, metadata=header)
 
 
 def record_from_payload(payload: bytes) -> Record:
-    """Read a record back, checking format version, fields, shapes and the hash of every row.
+    """Read a record back, checking format version, fields, shapes and the hashes of the header and of every row.
 
     Raises StoreError when the payload is damaged, is something else, or has another format version.
     """
@@ -56,6 +58,9 @@ def record_from_payload(payload: bytes) -> Record:
             found=f"format {header.get('format')}, format_version {version}",
             fix="read it with the release that wrote it, or extract it again",
         )
+    found = header.pop("header_hash", None)
+    if found != fingerprint(header):
+        raise _damaged("its header is not the one that was hashed", found, fingerprint(header))
     try:
         fields = {name: _field(header, name) for name in _RECORD_FIELDS + _ORIGIN_FIELDS}
         origin = Origin(**{name: fields[name] for name in _ORIGIN_FIELDS})
@@ -105,7 +110,9 @@ def _state(described: dict, tensors: Mapping[str, Mapping], num_tokens: int, ori
         )
     rows = np.frombuffer(bytes(tensor["data"]), dtype=_DTYPES[tensor["dtype"]]).reshape(shape)
     if rows_hash(rows) != described["payload_hash"]:
-        raise _damaged(f"the rows of '{column}' are not those that were hashed", described["payload_hash"], rows_hash(rows))
+        raise _damaged(
+            f"the rows of '{column}' are not those that were hashed", described["payload_hash"], rows_hash(rows)
+        )
     return State(tap, rows, described["computed_dtype"], described["payload_hash"])
 
 

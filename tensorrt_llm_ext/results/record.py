@@ -95,5 +95,5 @@ class Failure:
 def rows_hash(rows: np.ndarray) -> str:
     """Hash rows as they lie in memory: ``xxh3-128:`` over dtype, shape and little-endian bytes, C order."""
     digest = xxhash.xxh3_128(f"{rows.dtype.name}{list(rows.shape)}".encode())
-    digest.update(memoryview(np.ascontiguousarray(rows)).cast("B") if rows.size else b"")
+    digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))  # bytes: bfloat16 has no buffer of its own
     return "xxh3-128:" + digest.hexdigest()

@@ -14,7 +14,7 @@ from tensorrt_llm_ext.runtime.packing import ALIGNMENT
 
 @dataclass(eq=False)
 class Slot:
-    """A piece of the arena. ``request_ids`` says whose batch lies in it, written with the batch and not by the ticket."""
+    """A piece of the arena. ``request_ids`` says whose batch lies in it: written with the batch, not by the ticket."""
 
     memory: np.ndarray  # uint8 [slot_bytes]
     request_ids: tuple[str, ...] = ()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tensorrt_llm_ext.errors import CanaryError, ContractError
+from tensorrt_llm_ext.errors import CanaryError
 from tensorrt_llm_ext.fingerprint import token_hash
 from tensorrt_llm_ext.recipes.contract import Canary, CanaryState, Contract, row_distances
 from tensorrt_llm_ext.results.record import Failure, Record, WorkItem
@@ -22,7 +21,7 @@ _PREFIX = "canary:"
 
 @dataclass(frozen=True)
 class CanaryDistance:
-    """How far one canary's state lies from the contract's: the farthest row by ``row_distances``, within ``tolerance``."""
+    """How far one canary's state lies from the contract's: its farthest row by ``row_distances``."""
 
     canary: int  # its number in the contract
     tap: Tap
@@ -43,11 +42,7 @@ class CanaryTicket:
 
         Waits and fails like ``Ticket.wait``.
         """
-        return [
-            distance
-            for answer in self._ticket.wait(timeout_s)
-            for distance in _compared(answer, self._contract)
-        ]
+        return [distance for answer in self._ticket.wait(timeout_s) for distance in _compared(answer, self._contract)]
 
 
 def canary_items(contract: Contract) -> list[WorkItem]:
@@ -55,10 +50,11 @@ def canary_items(contract: Contract) -> list[WorkItem]:
     covered = [{state.tap for state in canary.states} for canary in contract.canaries]
     missing = [tap for tap in contract.taps if not any(tap in taps for taps in covered)]
     if missing or not contract.canaries:
+        spellings = [tap.spelling(contract.architecture.num_layers) for tap in missing]
         raise CanaryError(
             "the contract has no canary for every tap, so a wrong engine could not be told from a right one",
             expected="at least one canary with a state for each tap",
-            found=f"{len(contract.canaries)} canaries; none for {[t.spelling(contract.architecture.num_layers) for t in missing]}",
+            found=f"{len(contract.canaries)} canaries; none for {', '.join(spellings)}",
             fix="build the engine again, or `trtllm-extract verify ENGINE --checkpoint … --update-canaries`",
         )
     return [_item(index, canary) for index, canary in enumerate(contract.canaries)]

@@ -115,9 +115,7 @@ def _check_limits(lengths: Sequence[int], contract: Contract) -> None:
             )
 
 
-def _check_vocabulary(
-    items: Sequence[WorkItem], token_ids: np.ndarray, offsets: np.ndarray, vocab_size: int
-) -> None:
+def _check_vocabulary(items: Sequence[WorkItem], token_ids: np.ndarray, offsets: np.ndarray, vocab_size: int) -> None:
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         row = int(outside[0])

@@ -91,7 +91,7 @@ class Pipeline:
             self._arena.release(slot)
 
     def drop(self, flight: Flight) -> None:
-        """Take the slot of a batch nobody will wait for, once it is over. A finalizer may call this: it never blocks."""
+        """Take the slot of a batch nobody will wait for, once it is over. Never blocks: a finalizer calls this."""
         self._stream.afterwards(partial(_drop, self._plans, self._arena, flight))
 
     def run(self, sequences: Sequence[np.ndarray], last_token_ids: np.ndarray | None) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Session: an engine that is open, measured and proven, and the batches in flight on it.
 
-The life of a batch is five names: ``pack`` and ``enqueue`` in ``Session.submit``; ``wait``, ``unpack`` and ``record`` in
-``Ticket.wait``. While one batch runs, the next is packed and the one before is unpacked and stored.
+The life of a batch is five names: ``pack`` and ``enqueue`` in ``Session.submit``, ``wait``, ``unpack`` and ``record``
+in ``Ticket.wait``. While one batch runs, the next is packed and the one before is unpacked and stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEADLINE_S = 600.0
 """Seconds a batch may take before waiting for it is an error: far beyond any batch, well before a night is lost."""
 
 NUM_SLOTS = 2
-"""Batches in flight: one runs while the next is packed. The one before has its rows copied out, and its slot is free."""
+"""Batches in flight: one runs while the next is packed. The one before has its rows copied out, its slot is free."""
 
 
 class Ticket:
@@ -151,7 +151,7 @@ class Session:
         return CanaryTicket(self.submit(next(self._next_canaries)), self.contract)
 
     def check_canaries(self) -> list[CanaryDistance]:
-        """Run every canary and say how far each state lies from the contract's. Raises CanaryError when one is wrong."""
+        """Run every canary and say how far each state lies from the contract's; CanaryError when one is wrong."""
         tickets = (CanaryTicket(self.submit(items), self.contract) for items in self._canary_batches)
         return [distance for ticket in tickets for distance in ticket.wait()]
 

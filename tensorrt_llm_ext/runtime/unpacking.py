@@ -61,7 +61,8 @@ def _not_finite(rows: np.ndarray) -> str:
     if is_finite.all():
         return ""
     row, column = np.argwhere(~is_finite)[0]
-    return f"{is_finite.size - is_finite.sum()} of {is_finite.size} values are NaN or Inf, the first at row {row}, column {column}"
+    num_wrong = is_finite.size - is_finite.sum()
+    return f"{num_wrong} of {is_finite.size} values are NaN or Inf, the first at row {row}, column {column}"
 
 
 def _failure(item: WorkItem, code: str, reason: str) -> Failure:

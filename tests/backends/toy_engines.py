@@ -17,6 +17,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, Rope
+from tensorrt_llm_ext.fingerprint import file_fingerprint, token_hash
 from tensorrt_llm_ext.recipes.contract import (
     Canary,
     CanaryState,
@@ -27,7 +28,6 @@ from tensorrt_llm_ext.recipes.contract import (
     MemoryEstimate,
     TensorSpec,
 )
-from tensorrt_llm_ext.fingerprint import file_fingerprint, token_hash
 from tensorrt_llm_ext.results import WorkItem
 from tensorrt_llm_ext.taps import Tap
 
@@ -44,7 +44,7 @@ class Toy:
 
     taps: tuple[Tap, ...] = (LAST,)
     last: Callable[[Graph], str] = lambda graph: graph.minus_one("last_token_ids")
-    is_causal: bool = True
+    later_share: float = 0.0  # of the whole sequence's sum in every row: above 0 it is not causal
     change_rows: Callable[[Graph, str], str] = lambda graph, rows: rows  # applied to every row before the taps
     change_output: Callable[[Graph, str], str] = lambda graph, rows: rows  # applied to every output
     limits: Limits = LIMITS
@@ -88,11 +88,10 @@ def toy_model(toy: Toy) -> onnx.ModelProto:
     table = graph.constant(embedding() * np.float32(0.3))
     embedded = graph.op("Gather", table, "input_ids", axis=0)  # [T, hidden]
     padded = graph.op("Gather", embedded, "attention_rows", axis=0)  # [B, S, hidden]
-    if toy.is_causal:
-        mixed = graph.op("CumSum", padded, graph.constant(np.int32(1)))
-    else:  # every row sees the whole sequence: its own running sum, and a tenth of the rest
+    mixed = graph.op("CumSum", padded, graph.constant(np.int32(1)))
+    if toy.later_share:
         total = graph.op("ReduceSum", padded, graph.constant(np.array([1])), keepdims=1)
-        mixed = graph.op("Add", graph.op("CumSum", padded, graph.constant(np.int32(1))), total)
+        mixed = graph.op("Add", mixed, graph.op("Mul", total, graph.constant(np.float32(toy.later_share))))
     flat = graph.op("Reshape", mixed, graph.constant(np.array([-1, HIDDEN_SIZE])))
     rows = toy.change_rows(graph, graph.op("Tanh", graph.op("Gather", flat, "packed_slots", axis=0)))
     outputs = []
@@ -144,7 +143,7 @@ def _model(graph: Graph, toy: Toy) -> onnx.ModelProto:
         values[tensor.role].append(helper.make_tensor_value_info(tensor.name, kinds[tensor.dtype], tensor.shape))
     initializers = [numpy_helper.from_array(value, name) for name, value in graph.initializers.items()]
     built = helper.make_graph(graph.nodes, "toy", values["input"], values["output"], initializers)
-    return helper.make_model(built, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    return helper.make_model(built, opset_imports=[helper.make_opsetid("", 21)], ir_version=11)
 
 
 def toy_contract(toy: Toy, files: tuple[EngineFile, ...] = ()) -> Contract:

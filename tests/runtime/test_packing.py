@@ -42,7 +42,9 @@ def indexes_by_loops(token_ids, lengths):
             right["input_ids"].append(token_ids[start + position])
             right["position_ids"].append(position)
             right["packed_slots"].append(b * longest + position)
-        right["attention_rows"].append([start + position if position < length else start + length - 1 for position in range(longest)])
+        right["attention_rows"].append(
+            [start + position if position < length else start + length - 1 for position in range(longest)]
+        )
         start += length
         right["last_token_ids"].append(start)
         right["sequence_lengths"].append(length)
@@ -56,7 +58,11 @@ def test_pack_computes_what_a_plain_loop_computes(lengths):
     assert set(batch.inputs) == set(KNOWN_INPUTS)
     for name, view in batch.inputs.items():
         assert view.dtype == np.int32 and view.tolist() == right[name], name
-    assert (batch.shape.num_tokens, batch.shape.batch_size, batch.shape.longest) == (sum(lengths), len(lengths), max(lengths))
+    assert (batch.shape.num_tokens, batch.shape.batch_size, batch.shape.longest) == (
+        sum(lengths),
+        len(lengths),
+        max(lengths),
+    )
 
 
 @given(sequence_lengths)
@@ -96,7 +102,14 @@ def test_tensors_of_a_batch_lie_apart_aligned_inputs_first(lengths):
 
 @given(
     st.lists(st.integers(1, 40), max_size=60),
-    st.builds(Limits, st.integers(40, 200), st.integers(1, 16), st.just(40), st.integers(40, 200), st.none() | st.integers(1, 200)),
+    st.builds(
+        Limits,
+        st.integers(40, 200),
+        st.integers(1, 16),
+        st.just(40),
+        st.integers(40, 200),
+        st.none() | st.integers(1, 200),
+    ),
 )
 def test_every_item_is_in_exactly_one_batch_within_every_limit(lengths, limits):
     items = items_of(lengths)
