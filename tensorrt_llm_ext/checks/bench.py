@@ -1,0 +1,242 @@
+"""bench: packed batches of our engine against transformers with padding, same token ids, same threads, one run.
+
+Every contender answers every prompt once a round, rounds are interleaved so that a slow minute of the machine meets all
+of them, and the median round counts. Tokens are real tokens: padding is work, not output. transformers is given the
+easier task: no output head, and no state but the last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from tensorrt_llm_ext import __version__
+from tensorrt_llm_ext.checkpoint import Checkpoint
+from tensorrt_llm_ext.checks.comparison import row_cosines
+from tensorrt_llm_ext.checks.padded import padded_last_states
+from tensorrt_llm_ext.checks.reference import whole_model
+from tensorrt_llm_ext.errors import InputError, VerificationFailed
+from tensorrt_llm_ext.results.record import Failure, WorkItem
+from tensorrt_llm_ext.runtime import Session
+from tensorrt_llm_ext.taps import Tap
+
+NUM_ROUNDS = 3
+PADDED_BATCH = 16  # as given: what a user writes first
+SORTED_BATCHES = (8, 16)  # sorted by length: the better of the two counts
+_BYTES_PER_PARAMETER = 4 + 2  # float32 and bfloat16 beside each other
+_WARM_UP_ITEMS = 8
+
+States = dict[str, np.ndarray | None]
+"""``final@last`` by request id: float32 ``[hidden]``; None from an engine that lacks this tap."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """A way to get the last hidden state of every prompt. ``run`` answers all items once."""
+
+    name: str
+    dtype: str
+    batching: str
+    run: Callable[[Sequence[WorkItem]], States]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contender's rounds. ``min_cosine`` is against transformers float32; None where the engine lacks ``final@last``."""
+
+    name: str
+    dtype: str
+    batching: str
+    tokens_per_s: float
+    prompts_per_s: float
+    round_seconds: tuple[float, ...]
+    min_cosine: float | None
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """All timings of one run and the machine it ran on. ``ratios`` are ours over transformers float32."""
+
+    model: str
+    num_prompts: int
+    num_tokens: int
+    longest: int
+    num_threads: int
+    num_rounds: int
+    timings: tuple[Timing, ...]
+    ratios: dict[str, float]
+    machine: dict[str, str | int | None]
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+def bench(
+    session: Session,
+    checkpoint: Checkpoint,
+    items: Sequence[WorkItem],
+    *,
+    num_threads: int,
+    num_rounds: int = NUM_ROUNDS,
+    on_round: Callable[[str, int, int], None] = lambda contender, done, of: None,
+) -> BenchResult:
+    """Time the session, opened with ``num_threads``, and transformers with as many, on the same items.
+
+    Raises InputError when the whole model does not fit into memory twice (float32 and bfloat16), VerificationFailed
+    when a contender does not answer every item.
+    """
+    _refuse_too_large(checkpoint)
+    contenders = [_packed(session), *_padded(checkpoint)]
+    import torch
+
+    torch.set_num_threads(num_threads)
+    exact = contenders[1]  # transformers float32
+    for contender in contenders:
+        contender.run(items[:_WARM_UP_ITEMS])
+    seconds: dict[Contender, list[float]] = {contender: [] for contender in contenders}
+    states: dict[Contender, States] = {}
+    for done in range(num_rounds):
+        for contender in contenders:
+            on_round(f"{contender.name} {contender.dtype}, {contender.batching}", done, num_rounds)
+            start = time.perf_counter()
+            states[contender] = contender.run(items)
+            seconds[contender].append(time.perf_counter() - start)
+            _refuse_lost(contender, items, states[contender])
+    lengths = [len(item.token_ids) for item in items]
+    timings = tuple(
+        _timing(contender, seconds[contender], lengths, _min_cosine(states[exact], states[contender]))
+        for contender in contenders
+    )
+    return BenchResult(
+        model=session.contract.model_name,
+        num_prompts=len(items),
+        num_tokens=sum(lengths),
+        longest=max(lengths),
+        num_threads=num_threads,
+        num_rounds=num_rounds,
+        timings=timings,
+        ratios=_ratios(timings),
+        machine=_machine(),
+    )
+
+
+def _packed(session: Session) -> Contender:
+    contract = session.contract
+    tap = Tap(contract.architecture.num_layers, "post", "last")
+
+    def run(items: Sequence[WorkItem]) -> States:
+        states: States = {}
+        for answer in session.extract(items):
+            if not isinstance(answer, Failure):
+                rows = [state.rows[0] for state in answer.states if state.tap == tap]
+                states[answer.request_id] = rows[0] if rows else None
+        return states
+
+    return Contender("this engine", contract.activation_dtype, "packed by token budget", run)
+
+
+def _padded(checkpoint: Checkpoint) -> list[Contender]:
+    """transformers in float32, then in bfloat16: in the order given, and sorted by length."""
+    contenders = []
+    for dtype in ("float32", "bfloat16"):
+        model = whole_model(checkpoint, dtype)
+        for batch_size, is_sorted in ((PADDED_BATCH, False), *((size, True) for size in SORTED_BATCHES)):
+            order = "sorted by length" if is_sorted else "in the order given"
+            run = partial(padded_last_states, model, batch_size=batch_size, is_sorted=is_sorted)
+            contenders.append(Contender("transformers", dtype, f"padded, batch {batch_size}, {order}", run))
+    return contenders
+
+
+def _refuse_too_large(checkpoint: Checkpoint) -> None:
+    wanted = sum(int(np.prod(info.shape)) for info in checkpoint.tensors()) * _BYTES_PER_PARAMETER
+    free = psutil.virtual_memory().available
+    if wanted > free:
+        raise InputError(
+            "bench runs transformers with the whole model in memory, in float32 and in bfloat16, and it does not fit",
+            expected=f"{wanted / 2**30:.1f} GiB of free memory",
+            found=f"{free / 2**30:.1f} GiB",
+            fix="bench on a larger machine; verify works layer by layer and fits",
+        )
+
+
+def _refuse_lost(contender: Contender, items: Sequence[WorkItem], states: States) -> None:
+    if states.keys() != {item.request_id for item in items}:
+        raise VerificationFailed(
+            f"{contender.name} ({contender.batching}) did not answer every prompt, so its time says nothing",
+            expected=f"{len(items)} answers",
+            found=f"{len(states)} answers",
+            fix="verify the engine first: trtllm-extract verify",
+        )
+
+
+def _min_cosine(expected: States, found: States) -> float | None:
+    if any(row is None for row in found.values()):
+        return None
+    request_ids = list(expected)
+    return float(row_cosines(np.stack([expected[i] for i in request_ids]), np.stack([found[i] for i in request_ids])).min())
+
+
+def _timing(contender: Contender, seconds: list[float], lengths: list[int], min_cosine: float | None) -> Timing:
+    median = statistics.median(seconds)
+    return Timing(
+        name=contender.name,
+        dtype=contender.dtype,
+        batching=contender.batching,
+        tokens_per_s=sum(lengths) / median,
+        prompts_per_s=len(lengths) / median,
+        round_seconds=tuple(seconds),
+        min_cosine=min_cosine,
+    )
+
+
+def _ratios(timings: Sequence[Timing]) -> dict[str, float]:
+    """Our tokens/s over transformers', in the order given and sorted (the better batch size), by type."""
+    ours, *theirs = timings
+    ratios = {}
+    for dtype in ("float32", "bfloat16"):
+        in_order, *by_length = [timing.tokens_per_s for timing in theirs if timing.dtype == dtype]
+        ratios[f"{dtype}_in_order"] = ours.tokens_per_s / in_order
+        ratios[f"{dtype}_sorted"] = ours.tokens_per_s / max(by_length)
+    return ratios
+
+
+def _machine() -> dict[str, str | int | None]:
+    versions = {name: importlib.metadata.version(name) for name in ("onnxruntime", "torch", "transformers", "numpy")}
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count(),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "tensorrt_llm_ext": __version__,
+        "commit": _commit(),
+        **versions,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    """The commit this package runs from, with ``+`` where files differ from it; None outside a checkout."""
+    run = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    try:
+        run(["git", "ls-files", "--error-unmatch", Path(__file__).name])  # not a checkout that only surrounds us
+        return run(["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,95 @@
+"""bench times the same work for everyone: every contender answers every prompt, and the answers agree."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tensorrt_llm_ext.checkpoint import open_checkpoint
+from tensorrt_llm_ext.checks import bench, reference_states
+from tensorrt_llm_ext.checks.bench import Timing, _ratios
+from tensorrt_llm_ext.checks.padded import padded_last_states
+from tensorrt_llm_ext.checks.reference import whole_model
+from tensorrt_llm_ext.errors import InputError, VerificationFailed
+from tensorrt_llm_ext.runtime import Session
+
+
+@pytest.fixture(scope="module")
+def run_bench(published_engine, checkpoint_path, items):
+    def run(**options):
+        with open_checkpoint(checkpoint_path) as checkpoint, Session.open(published_engine, num_threads=2) as session:
+            return bench(session, checkpoint, items, num_threads=2, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def measured(run_bench):
+    """Two rounds, and what ``on_round`` heard."""
+    heard = []
+    return run_bench(num_rounds=2, on_round=lambda name, done, total: heard.append((name, done, total))), heard
+
+
+def test_every_contender_is_timed_in_every_round_and_answers_alike(measured):
+    result, heard = measured
+    assert [(t.name, t.dtype, t.batching) for t in result.timings] == [
+        ("this engine", "float32", "packed by token budget"),
+        ("transformers", "float32", "padded, batch 16, in the order given"),
+        ("transformers", "float32", "padded, batch 8, sorted by length"),
+        ("transformers", "float32", "padded, batch 16, sorted by length"),
+        ("transformers", "bfloat16", "padded, batch 16, in the order given"),
+        ("transformers", "bfloat16", "padded, batch 8, sorted by length"),
+        ("transformers", "bfloat16", "padded, batch 16, sorted by length"),
+    ]
+    assert [done for _, done, _ in heard] == [0] * 7 + [1] * 7  # interleaved
+    for timing in result.timings:
+        assert len(timing.round_seconds) == 2
+        assert timing.tokens_per_s == pytest.approx(result.num_tokens / np.median(timing.round_seconds))
+        assert timing.min_cosine > (0.999999 if timing.dtype == "float32" else 0.99)
+    assert (result.num_prompts, result.num_tokens, result.longest) == (5, 63, 40)
+    assert torch.get_num_threads() == result.num_threads == 2
+
+
+def test_the_result_is_json_with_the_machine_and_the_versions(measured):
+    machine = json.loads(json.dumps(measured[0].to_dict()))["machine"]
+    assert {"cpu", "cores", "python", "onnxruntime", "torch", "transformers", "tensorrt_llm_ext", "commit"} <= machine.keys()
+    assert machine["torch"] == torch.__version__ and machine["cpu"]
+
+
+def test_ratios_take_the_better_of_the_sorted_batches():
+    speeds = [("float32", 900), ("float32", 300), ("float32", 500), ("float32", 600), ("bfloat16", 450)]
+    speeds += [("bfloat16", 1200), ("bfloat16", 1000)]
+    ratios = _ratios([Timing("", dtype, "", speed, 1, (1.0,), None) for dtype, speed in speeds])
+    assert ratios == {
+        "float32_in_order": 3.0,
+        "float32_sorted": 1.5,
+        "bfloat16_in_order": 2.0,
+        "bfloat16_sorted": 0.75,
+    }
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_padded_batches_give_the_reference_states_whatever_the_order(checkpoint_path, items, is_sorted):
+    with open_checkpoint(checkpoint_path) as checkpoint:
+        *_, (_, _, expected) = reference_states(checkpoint, [item.token_ids for item in items])
+        model = whole_model(checkpoint, "float32")
+    found = padded_last_states(model, items, batch_size=2, is_sorted=is_sorted)
+    for item, rows in zip(items, expected, strict=True):
+        np.testing.assert_allclose(found[item.request_id], rows[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_contender_that_loses_a_prompt_is_not_timed(run_bench, monkeypatch):
+    extract = Session.extract
+    monkeypatch.setattr(Session, "extract", lambda session, items: list(extract(session, items))[1:])
+    with pytest.raises(VerificationFailed, match="did not answer every prompt") as error:
+        run_bench(num_rounds=1)
+    assert (error.value.expected, error.value.found) == ("5 answers", "4 answers")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(run_bench, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(InputError, match="the whole model in memory"):
+        run_bench(num_rounds=1)
