@@ -45,6 +45,8 @@ from tensorrt_llm_ext.recipes.contract import Canary, EngineFile, Fingerprints
 BUILDER = "tensorrt_llm_ext"
 ACCEPTED_RUNTIME = "onnxruntime>=1.23,<2"  # 1.23 is the first with the Attention operator of opset 23
 
+ORT_PRECISIONS = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels on a CPU
+
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is."""
 
@@ -83,10 +85,21 @@ def build_engine(
     card = card if isinstance(card, Card) else load_card(card)
     with open_checkpoint(checkpoint_path) as checkpoint:
         settings = settings_from_recipe(recipe, card, checkpoint.architecture)
+        _require_builder(settings, card)
         try:
             return _build(checkpoint, Path(out), settings, progress or (lambda step, done, total: None))
         except OSError as error:
             raise _file_error(error, Path(out)) from error
+
+
+def _require_builder(settings: BuildSettings, card: Card) -> None:
+    if settings.backend != "ort" or settings.precision not in ORT_PRECISIONS:
+        raise BuildError(
+            f"there is no builder for the card '{card.name}' here",
+            expected=f"backend ort with {' or '.join(ORT_PRECISIONS)}",
+            found=f"backend {settings.backend} with {settings.precision}",
+            fix="build for another card, for example --card cpu",
+        )
 
 
 def _build(checkpoint: Checkpoint, out: Path, settings: BuildSettings, progress: Progress) -> Contract:

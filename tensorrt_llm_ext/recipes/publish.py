@@ -51,9 +51,10 @@ def published(out: Path) -> Iterator[Path]:
 def write_contract(folder: Path, contract: Contract) -> Path:
     """Write contract.json, whole: a reader sees the old one or the new one."""
     path = Path(folder) / FILE_NAME
+    text = json.dumps(contract.to_dict(), indent=1, allow_nan=False)
     partial = path.with_suffix(".partial")
     with open(partial, "w", encoding="utf-8") as file:
-        json.dump(contract.to_dict(), file, indent=1, allow_nan=False)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

@@ -52,6 +52,9 @@ class Recipe:
     max_padded_tokens: int | None = within(1, default=None)
     """None: twice ``opt_num_tokens``, and at least ``max_num_tokens``."""
 
+    def __post_init__(self) -> None:
+        toml_file.check_ranges(self)
+
     def check_model(self, architecture: Architecture) -> None:
         """Raise RecipeError when the recipe is for another model."""
         wanted = {name: value for name, value in dataclasses.asdict(self.model).items() if value is not None}

@@ -25,6 +25,14 @@ def within(minimum: float, maximum: float = float("inf"), default: Any = datacla
     return dataclasses.field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
+def check_ranges(instance: Any) -> None:
+    """Raise RecipeError for a number out of range: what ``read`` checks in a file, for values that come from elsewhere."""
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if field.metadata and value is not None:
+            _require(_is_within(value, field.metadata), value, _range_words(field.metadata), "the recipe", field.name)
+
+
 def find(name_or_path: str | Path, folder: Path, kind: str) -> Path:
     """Find a file by its path, or by the name it has in ``folder`` without ``.toml``."""
     path = Path(name_or_path)
@@ -51,7 +59,7 @@ def read(path: Path, cls: type[T]) -> T:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"'{path}' is not TOML", expected="TOML", found=error, fix="correct the file there") from error
-    return _from_table(cls, table, str(path), "")
+    return _from_table(cls, table, f"'{path}'", "")
 
 
 def _from_table(cls: type[T], table: dict, file: str, prefix: str) -> T:
@@ -59,7 +67,7 @@ def _from_table(cls: type[T], table: dict, file: str, prefix: str) -> T:
     for key in table:
         if key not in fields:
             raise RecipeError(
-                f"'{file}' has an unknown key '{prefix}{key}'",
+                f"{file} has an unknown key '{prefix}{key}'",
                 expected=nearest_name(key, fields),
                 found=f"'{prefix}{key}'",
                 fix="correct or remove the key",
@@ -71,7 +79,7 @@ def _from_table(cls: type[T], table: dict, file: str, prefix: str) -> T:
             values[name] = _value(table[name], hints[name], field.metadata, file, prefix + name)
         elif field.default is dataclasses.MISSING:
             raise RecipeError(
-                f"'{file}' lacks the key '{prefix}{name}'",
+                f"{file} lacks the key '{prefix}{name}'",
                 expected=f"{prefix}{name} = …",
                 found="no such key",
                 fix="add it",
@@ -95,10 +103,18 @@ def _value(value: Any, hint: Any, range_: dict, file: str, key: str) -> Any:
     else:
         kinds = (int, float) if hint is float else hint
         _require(isinstance(value, kinds) and (hint is bool or not isinstance(value, bool)), value, _WORDS[hint], file, key)
-        if range_ and hint in (int, float):
-            wanted = f"{_WORDS[hint]} from {range_['minimum']} to {range_['maximum']}"
-            _require(range_["minimum"] <= value <= range_["maximum"], value, wanted, file, key)
+        if range_:
+            _require(_is_within(value, range_), value, _range_words(range_), file, key)
     return value
+
+
+def _is_within(value: float, range_: Any) -> bool:
+    return range_["minimum"] <= value <= range_["maximum"]
+
+
+def _range_words(range_: Any) -> str:
+    minimum, maximum = range_["minimum"], range_["maximum"]
+    return f"a number of at least {minimum}" if maximum == float("inf") else f"a number from {minimum} to {maximum}"
 
 
 _WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
@@ -107,7 +123,7 @@ _WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a
 def _require(is_right: bool, value: Any, wanted: str, file: str, key: str) -> None:
     if not is_right:
         raise RecipeError(
-            f"'{key}' in '{file}' has a value that is not served",
+            f"'{key}' in {file} has a value that is not served",
             expected=wanted,
             found=repr(value),
             fix="correct the value",

@@ -1,0 +1,84 @@
+"""A build takes memory for one tensor, and with canaries for one layer: measured on a model far larger than that."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tensorrt_llm_ext.checkpoint.architecture import architecture_from_config
+from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
+
+BIG = dict(
+    vocab_size=2000, hidden_size=1024, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=128, max_position_embeddings=512, tie_word_embeddings=True,
+    architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+LAYER_BYTES = 4 * (2 * 1024 * 1024 + 2 * 1024 * 2 * 128 + 3 * 1024 * 6144)  # float32: 86 MB
+LARGEST_BYTES = 4 * 1024 * 6144  # one float32 tensor: 25 MB
+ALLOWED_BYTES = 300e6
+
+MEASURE = """
+import sys
+from pathlib import Path
+
+def peak():
+    status = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(status["VmHWM"].split()[0]) * 1024
+
+from tensorrt_llm_ext.builder import build_engine
+from tensorrt_llm_ext.checkpoint import open_checkpoint
+from tensorrt_llm_ext.graph import write_decoder
+from tensorrt_llm_ext.taps import parse_taps
+
+floor = peak()
+checkpoint, out, dtype, step = sys.argv[1:]
+if step == "graph":
+    Path(out).mkdir()
+    write_decoder(open_checkpoint(checkpoint), Path(out), taps=parse_taps("final@last", 8), dtype=dtype, max_seq_len=512)
+else:
+    build_engine(checkpoint, out, precision=dtype)
+print(peak() - floor)
+"""
+
+
+@pytest.fixture(scope="module")
+def big_checkpoint(tmp_path_factory):
+    """340 MB of bfloat16 weights; each repeats one random block, because drawing them all takes half a minute."""
+    folder = tmp_path_factory.mktemp("big")
+    config = transformers.LlamaConfig(**BIG)
+    config.save_pretrained(folder)
+    tiny.byte_tokenizer().save_pretrained(folder)
+    block = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)).mul_(0.05).bfloat16()
+
+    def weight(shape):
+        count = torch.Size(shape).numel()
+        return block.repeat(-(-count // len(block)))[:count].reshape(shape).contiguous()
+
+    shapes = decoder_shapes(architecture_from_config(config.to_dict()))
+    save_file({name: weight(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+def grown(checkpoint, out, dtype, step) -> int:
+    """Bytes by which the peak of a fresh process grew."""
+    command = [sys.executable, "-c", MEASURE, str(checkpoint), str(out), dtype, step]
+    num_bytes = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(f"{step} {dtype}: {num_bytes / 1e6:.0f} MB")
+    return num_bytes
+
+
+def test_the_model_is_larger_than_what_is_allowed():
+    assert 8 * LAYER_BYTES > LAYER_BYTES + ALLOWED_BYTES
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # linked, and streamed
+def test_writing_the_graph_takes_one_tensor(dtype, big_checkpoint, tmp_path):
+    assert grown(big_checkpoint, tmp_path / "engine", dtype, "graph") < LARGEST_BYTES + ALLOWED_BYTES
+
+
+def test_building_with_canaries_takes_one_layer(big_checkpoint, tmp_path):
+    assert grown(big_checkpoint, tmp_path / "engine", "float32", "build") < LAYER_BYTES + ALLOWED_BYTES

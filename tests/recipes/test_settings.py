@@ -1,0 +1,98 @@
+"""Settings make every choice that recipe and card leave open, and refuse what contradicts the model."""
+
+from dataclasses import replace
+
+import pytest
+
+from tensorrt_llm_ext.checkpoint.architecture import architecture_from_config
+from tensorrt_llm_ext.errors import RecipeError, TapError, UnsupportedCheckpoint
+from tensorrt_llm_ext.recipes import Limits, ModelMatch, Recipe, load_card, settings_from_recipe
+from tensorrt_llm_ext.taps import Tap
+
+CONFIG = dict(
+    architectures=["MistralForCausalLM"], model_type="mistral", vocab_size=100, hidden_size=32, intermediate_size=64,
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
+    rms_norm_eps=1e-6, sliding_window=None,
+)  # fmt: skip
+CPU = load_card("cpu")
+
+
+def settings(recipe=Recipe(), card=CPU, **config):
+    return settings_from_recipe(recipe, card, architecture_from_config(CONFIG | config))
+
+
+def test_the_defaults_serve_a_prompt_as_long_as_the_model_allows():
+    found = settings()
+    assert found.taps == (Tap(4, "post", "last"),) and found.precision == "float32"
+    assert found.limits == Limits(
+        max_num_tokens=4096, max_batch_size=256, max_seq_len=4096, max_padded_tokens=4096, opt_num_tokens=1024
+    )
+
+
+def test_a_default_length_is_bounded():
+    assert settings(max_position_embeddings=131072).limits.max_seq_len == Recipe().longest_default
+    assert settings(Recipe(max_seq_len=20_000), max_position_embeddings=131072).limits.max_seq_len == 20_000
+
+
+def test_short_sequences_still_fill_the_best_batch():
+    limits = settings(Recipe(max_seq_len=128)).limits
+    assert (limits.max_num_tokens, limits.max_padded_tokens, limits.opt_num_tokens) == (1024, 2048, 1024)
+
+
+def test_the_recipe_goes_before_the_card():
+    recipe = Recipe(precision="float16", max_batch_size=3, opt_num_tokens=10, max_num_tokens=50, max_seq_len=40)
+    found = settings(recipe)
+    assert found.precision == "float16"
+    assert found.limits == Limits(50, 3, 40, 50, opt_num_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        ({}, "4096 tokens: the model's maximum of positions"),
+        ({"sliding_window": 1000}, "1000 tokens: the model's sliding window"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 512},
+            "512 tokens",
+        ),
+    ],
+)
+def test_a_length_that_cannot_be_run_exactly_is_refused(config, bound):
+    longest = int(bound.split()[0])
+    assert settings(**config).limits.max_seq_len == longest
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        settings(Recipe(max_seq_len=longest + 1), **config)
+    assert bound in error.value.expected and f"{longest + 1} tokens" in error.value.found
+
+
+@pytest.mark.parametrize("name", ["max_num_tokens", "max_padded_tokens"])
+def test_a_limit_below_one_sequence_is_refused(name):
+    with pytest.raises(RecipeError, match=f"{name} is too small") as error:
+        settings(Recipe(max_seq_len=100, **{name: 99}))
+    assert "99 tokens" in error.value.found
+
+
+def test_a_recipe_of_another_model_is_refused():
+    settings(Recipe(model=ModelMatch(family="mistral", num_layers=4)))
+    with pytest.raises(RecipeError) as error:
+        settings(Recipe(name="big", model=ModelMatch(family="mistral", num_layers=32, hidden_size=32)))
+    assert "'big' is for another model" in error.value.what
+    assert (error.value.expected, error.value.found) == ("num_layers 32", "num_layers 4")
+
+
+def test_a_precision_that_the_card_lacks_is_refused():
+    with pytest.raises(RecipeError, match="cannot build fp8 engines") as error:
+        settings(Recipe(precision="fp8"))
+    assert "float32, float16" in error.value.expected
+
+
+def test_a_tap_that_the_model_lacks_is_refused():
+    with pytest.raises(TapError):
+        settings(Recipe(taps="layer:9@last"))
+
+
+def test_the_fingerprint_is_of_what_decides_not_of_names():
+    same = settings_from_recipe(Recipe(name="x"), replace(CPU, name="y", title="z"), architecture_from_config(CONFIG))
+    assert same.fingerprint() == settings().fingerprint()
+    for recipe in (Recipe(taps="final@all"), Recipe(max_seq_len=7), Recipe(precision="float16"), Recipe(max_batch_size=2)):
+        assert settings(recipe).fingerprint() != same.fingerprint()
