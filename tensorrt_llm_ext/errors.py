@@ -9,6 +9,7 @@
     ├── TapError                    a tap that does not exist in this model
     ├── RecipeError                 a recipe or card that does not pass its checks
     ├── BuildError                  the builder could not make the engine
+    ├── PatchError                  upstream's source is not there, or not one that the patch understands
     ├── EngineError                 an engine directory that cannot be used
     │   ├── ContractError           contract.json is damaged, of another format, or disagrees with the engine
     │   ├── IncompatibleEngine      built for another card, library or version
@@ -88,6 +89,10 @@ class RecipeError(ExtractionError):
 
 class BuildError(ExtractionError):
     """The builder could not make the engine."""
+
+
+class PatchError(ExtractionError):
+    """TensorRT-LLM's source is not installed, or is not what the patch was written for."""
 
 
 class EngineError(ExtractionError):
