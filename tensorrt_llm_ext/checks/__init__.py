@@ -1,6 +1,6 @@
 """Checks: an engine against transformers, its speed beside it, and what anything at a path is."""
 
-from tensorrt_llm_ext.checks.bench import BenchResult, bench
+from tensorrt_llm_ext.checks.bench import BenchResult, bench, usable_cores
 from tensorrt_llm_ext.checks.comparison import TOLERANCES, TapComparison, Tolerance, compare
 from tensorrt_llm_ext.checks.description import describe
 from tensorrt_llm_ext.checks.facts import Description
@@ -22,5 +22,6 @@ __all__ = [
     "read_prompts",
     "reference_states",
     "update_canaries",
+    "usable_cores",
     "verify",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import statistics
 import subprocess
@@ -131,6 +132,11 @@ def bench(
     )
 
 
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _packed(session: Session) -> Contender:
     contract = session.contract
     tap = Tap(contract.architecture.num_layers, "post", "last")
@@ -215,7 +221,7 @@ def _machine() -> dict[str, str | int | None]:
     versions = {name: importlib.metadata.version(name) for name in ("onnxruntime", "torch", "transformers", "numpy")}
     return {
         "cpu": _cpu_name(),
-        "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count(),
+        "cores": usable_cores(),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "tensorrt_llm_ext": __version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,8 @@ class Verification:
         return same and bool(self.taps) and all(tap.has_passed for tap in self.taps)
 
     def to_dict(self) -> dict:
-        """The result as JSON types, ``has_passed`` included."""
-        return {"has_passed": self.has_passed, **dataclasses.asdict(self)}
+        """The result as JSON types, ``has_passed`` included; a number that JSON lacks (Inf, NaN) is its name."""
+        return _json_types({"has_passed": self.has_passed, **dataclasses.asdict(self)})
 
     def raise_if_failed(self) -> None:
         """Raise VerificationFailed, with the worst place of the worst tap, unless everything passed."""
@@ -205,3 +206,11 @@ def _compared_next_tokens(checkpoint: Checkpoint, expected: Rows, found: Rows) -
     ours = next_tokens(checkpoint, np.stack([found[final[0]][name][-1] for name in request_ids]))
     different = [name for name, is_other in zip(request_ids, ours != theirs, strict=True) if is_other]
     return NextTokens(len(request_ids), len(different), different[0] if different else None), "compared"
+
+
+def _json_types(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _json_types(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_types(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

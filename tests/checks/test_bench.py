@@ -20,8 +20,8 @@ from tensorrt_llm_ext.runtime import Session
 @pytest.fixture(scope="module")
 def run_bench(published_engine, checkpoint_path, items):
     def run(**options):
-        with open_checkpoint(checkpoint_path) as checkpoint, Session.open(published_engine, num_threads=2) as session:
-            return bench(session, checkpoint, items, num_threads=2, **options)
+        with open_checkpoint(checkpoint_path) as checkpoint, Session.open(published_engine, num_threads=1) as session:
+            return bench(session, checkpoint, items, num_threads=1, **options)
 
     return run
 
@@ -50,7 +50,7 @@ def test_every_contender_is_timed_in_every_round_and_answers_alike(measured):
         assert timing.tokens_per_s == pytest.approx(result.num_tokens / np.median(timing.round_seconds))
         assert timing.min_cosine > (0.999999 if timing.dtype == "float32" else 0.99)
     assert (result.num_prompts, result.num_tokens, result.longest) == (5, 63, 40)
-    assert torch.get_num_threads() == result.num_threads == 2
+    assert torch.get_num_threads() == result.num_threads == 1
 
 
 def test_the_result_is_json_with_the_machine_and_the_versions(measured):

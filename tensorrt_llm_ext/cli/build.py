@@ -1,0 +1,60 @@
+"""``build``: from a checkpoint to an engine directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from tensorrt_llm_ext.cli import verb
+
+
+@verb
+@click.argument("recipe", required=False)
+@click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="Hugging Face folder or GGUF file.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The engine directory to make.")
+@click.option("--card", default="cpu", help="A card of build_recipes/cards/, or the path of a TOML file.")
+@click.option("--taps", help="For example 'final@last,layer:16@mean', or eagle3.  [default: the recipe's, or final@last]")
+@click.option("--precision", help="float32, float16 …  [default: the recipe's, or the card's first]")
+@click.option("--max-seq-len", type=click.IntRange(min=1), help="Tokens of the longest sequence.  [default: the recipe's]")
+def command(
+    recipe: str | None,
+    checkpoint: Path,
+    out: Path,
+    card: str,
+    taps: str | None,
+    precision: str | None,
+    max_seq_len: int | None,
+    as_json: bool,
+) -> None:
+    """Build an engine from a checkpoint.
+
+    RECIPE is a name of build_recipes/ or the path of a TOML file; without one, sound defaults for any checkpoint that
+    is served. Options go before the recipe, the recipe before the card. The engine appears whole, or not at all.
+    """
+    from tensorrt_llm_ext.builder import build_engine
+    from tensorrt_llm_ext.checks import describe
+    from tensorrt_llm_ext.cli._terminal import steps_shown
+    from tensorrt_llm_ext.cli.show import print_description
+
+    with steps_shown() as progress:
+        contract = build_engine(
+            checkpoint,
+            out,
+            recipe=recipe,
+            card=card,
+            taps=taps,
+            precision=precision,
+            max_seq_len=max_seq_len,
+            progress=progress,
+        )
+    description = describe(out)
+    if as_json:
+        click.echo(json.dumps({"engine": str(out), **dataclasses.asdict(description), "build": contract.build}))
+        return
+    print_description(description)
+    peak = contract.build["peak_rss_bytes"] / 1e6
+    click.echo(f"Built in {contract.build['seconds']:.1f} s with {peak:,.0f} MB at most: {out}")
+    click.echo(f"Next: trtllm-extract run {out} --input prompts.jsonl --out vectors")
