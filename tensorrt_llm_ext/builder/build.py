@@ -115,9 +115,15 @@ def _build(checkpoint: Checkpoint, out: Path, settings: BuildSettings, progress:
         )
         checkpoint.tokenizer().save(folder)
         canaries = make_canaries(
-            checkpoint, settings.taps, settings.precision, lambda done, total: progress("canaries", done, total)
+            checkpoint,
+            settings.taps,
+            settings.precision,
+            lambda done, total: progress("canaries", done, total),
+            max_seq_len=settings.limits.max_seq_len,
         )
-        contract = _contract(checkpoint, settings, decoder, canaries, _hashed(folder, progress), started)
+        files = _hashed(folder, lambda done, total: progress("fingerprint", done, total + 1))
+        contract = _contract(checkpoint, settings, decoder, canaries, files, started)
+        progress("fingerprint", len(files) + 1, len(files) + 1)
         write_contract(folder, contract)
     return contract
 
@@ -171,13 +177,12 @@ def _tensors(decoder: DecoderFiles, settings: BuildSettings) -> tuple[TensorSpec
     return (*inputs, *outputs)
 
 
-def _hashed(folder: Path, progress: Progress) -> tuple[EngineFile, ...]:
+def _hashed(folder: Path, progress: Callable[[int, int], None]) -> tuple[EngineFile, ...]:
     files = sorted(folder.iterdir())
     hashed = []
     for number, path in enumerate(files):
-        progress("fingerprint", number, len(files))
+        progress(number, len(files))
         hashed.append(EngineFile(path.name, path.stat().st_size, file_fingerprint(path)))
-    progress("fingerprint", len(files), len(files))
     return tuple(hashed)
 
 

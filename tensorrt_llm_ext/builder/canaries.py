@@ -23,9 +23,10 @@ MIN_TOLERANCES_APART = 4
 MIN_CANARIES = 2  # that can tell, for each tap: one of them then has more than one token
 _GOLDEN_RATIO = 0.6180339887498949
 
-# How far an engine's rows may lie from float32, by ``row_distances``. float32 differs by the order of summation only: 1.2e-5
-# on SmolLM2's worst row of any layer. float16: 2.8e-3. Both leave room for deeper models and other machines.
-TOLERANCES = {"float32": 2e-4, "float16": 1e-2}
+# How far an engine's rows may lie from float32, by ``row_distances``. Measured on SmolLM2, worst row of any layer: float32
+# 1.2e-5 (the order of summation), float16 2.8e-3, transformers' bfloat16 5.3e-2; the first two with room for deeper models
+# and other machines. fp8: the distance of two rows of cosine 0.995, the least that a recipe's fp8 engine is allowed.
+TOLERANCES = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 6e-2, "fp8": 0.1}
 
 Place = tuple[int, Norm]
 States = dict[Place, list[np.ndarray]]  # a place's states, [tokens, hidden] a canary
@@ -38,6 +39,7 @@ def make_canaries(
     precision: Precision,
     progress: Callable[[int, int], None],
     *,
+    max_seq_len: int,
     oracle: Oracle = layer_states,
     source: str = SOURCE,
 ) -> tuple[Canary, ...]:
@@ -45,7 +47,7 @@ def make_canaries(
 
     Raises BuildError when a state is not finite, or a tap has fewer than MIN_CANARIES that could tell a wrong answer.
     """
-    sequences = canary_sequences(checkpoint.architecture.vocab_size)
+    sequences = canary_sequences(checkpoint.architecture.vocab_size, max_seq_len)
     states = _collect(checkpoint, sequences, taps, progress, oracle)
     num_layers, tolerance = checkpoint.architecture.num_layers, TOLERANCES[precision]
     canaries = []
@@ -58,14 +60,16 @@ def make_canaries(
     return tuple(canaries)
 
 
-def canary_sequences(vocab_size: int) -> list[np.ndarray]:
+def canary_sequences(vocab_size: int, max_seq_len: int) -> list[np.ndarray]:
     """Choose the canaries' tokens, int32: spread over the middle half of the vocabulary, no token twice.
 
-    Special tokens, bytes and padding of the vocabulary stand at its ends.
+    Special tokens, bytes and padding of the vocabulary stand at its ends. LENGTHS, or what an engine of shorter
+    sequences takes.
     """
-    steps = np.arange(1, sum(LENGTHS) + 1) * _GOLDEN_RATIO % 1.0
+    lengths = [min(length, max_seq_len) for length in LENGTHS]
+    steps = np.arange(1, sum(lengths) + 1) * _GOLDEN_RATIO % 1.0
     token_ids = (vocab_size * (0.25 + 0.5 * steps)).astype(np.int32)
-    return np.split(token_ids, np.cumsum(LENGTHS)[:-1])
+    return np.split(token_ids, np.cumsum(lengths)[:-1])
 
 
 def _require_telling(tap: Tap, canaries: list[Canary], tolerance: float, checkpoint: Checkpoint) -> None:

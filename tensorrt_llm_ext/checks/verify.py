@@ -133,6 +133,7 @@ def update_canaries(
         contract.taps,
         contract.activation_dtype,
         progress,
+        max_seq_len=contract.limits.max_seq_len,
         oracle=reference_states,
         source=reference_source(),
     )

@@ -65,6 +65,13 @@ def test_a_session_opens_what_was_built(family, precision, checkpoints, tmp_path
     assert len(distances) >= 2 * 3 and all(d.source == "graph-fp32" for d in distances)
 
 
+def test_a_session_opens_an_engine_of_short_sequences(checkpoints, tmp_path):
+    build_engine(checkpoints["llama"], tmp_path / "engine", taps=TAPS, max_seq_len=6)
+    with Session.open(tmp_path / "engine") as session:
+        assert max(len(canary.token_ids) for canary in session.contract.canaries) == 6
+        assert session.check_canaries()
+
+
 def test_the_same_build_twice_is_the_same_engine(engine, checkpoints, tmp_path):
     again = build_engine(checkpoints["qwen3"], tmp_path / "again", taps=TAPS)
     assert again.engine_fingerprint() == read_contract(engine).engine_fingerprint()

@@ -18,22 +18,26 @@ TAPS = "final@last,final@mean,final:pre@all,layer:0@last,layer:3@last,layer:3@me
 
 def made(folder, taps=TAPS, precision="float32"):
     checkpoint = open_checkpoint(folder)
-    return make_canaries(checkpoint, parse_taps(taps, 8), precision, lambda done, total: None)
+    return make_canaries(checkpoint, parse_taps(taps, 8), precision, lambda done, total: None, max_seq_len=64)
 
 
 @pytest.mark.parametrize("vocab_size", [263, 32_000, 49_152, 128_256, 152_064])
 def test_the_tokens_are_valid_different_and_the_same_every_time(vocab_size):
-    sequences = canary_sequences(vocab_size)
+    sequences = canary_sequences(vocab_size, 64)
     tokens = np.concatenate(sequences)
     assert tuple(map(len, sequences)) == LENGTHS and 1 in LENGTHS
     assert len(set(tokens.tolist())) == len(tokens) and tokens.dtype == np.int32
     assert vocab_size // 5 < tokens.min() and tokens.max() < vocab_size * 4 // 5
-    assert all(np.array_equal(a, b) for a, b in zip(sequences, canary_sequences(vocab_size), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(sequences, canary_sequences(vocab_size, 64), strict=True))
+
+
+def test_an_engine_of_short_sequences_has_short_canaries():
+    assert [len(sequence) for sequence in canary_sequences(1000, 4)] == [4, 1, 4, 3]
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_rows_are_the_float32_states(family, checkpoints):
-    sequences = canary_sequences(263)
+    sequences = canary_sequences(263, 64)
     states = {(k, norm): s for k, norm, s in layer_states(open_checkpoint(checkpoints[family]), sequences)}
     for index, canary in enumerate(made(checkpoints[family])):
         assert canary.token_ids == tuple(sequences[index].tolist()) and canary.source == "graph-fp32"
@@ -43,7 +47,7 @@ def test_the_rows_are_the_float32_states(family, checkpoints):
 
 def test_a_confusion_is_the_distance_to_the_nearest_wrong_answer(checkpoints):
     """Checked against wrong answers that are made here, one by one."""
-    sequences = canary_sequences(263)
+    sequences = canary_sequences(263, 64)
     states = {(k, norm): s for k, norm, s in layer_states(open_checkpoint(checkpoints["llama"]), sequences)}
     first = made(checkpoints["llama"])[0]
     wrong = {

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint.architecture import architecture_from_config
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
 
@@ -82,3 +83,38 @@ def test_writing_the_graph_takes_one_tensor(dtype, big_checkpoint, tmp_path):
 
 def test_building_with_canaries_takes_one_layer(big_checkpoint, tmp_path):
     assert grown(big_checkpoint, tmp_path / "engine", "float32", "build") < LAYER_BYTES + ALLOWED_BYTES
+
+
+LOAD = """
+import sys
+import numpy as np
+from tensorrt_llm_ext.fingerprint import token_hash
+from tensorrt_llm_ext.recipes import read_contract
+from tensorrt_llm_ext.results.record import WorkItem
+from tensorrt_llm_ext.runtime import Session
+
+def resident(key):
+    status = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(status[key].split()[0]) * 1024
+
+floor = resident("VmHWM")
+engine, batch_size, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+rng = np.random.default_rng(0)
+items = []
+for i in range(batch_size):
+    ids = rng.integers(10, 1900, length).astype(np.int32)
+    items.append(WorkItem(str(i), str(i), ids, token_hash(ids)))
+with Session.open(engine) as session:
+    session.submit(items).wait()
+print(resident("VmHWM") - floor, read_contract(engine).memory.host_bytes)
+"""
+
+
+@pytest.mark.slow  # three loads of a 700 MB engine
+@pytest.mark.parametrize(("batch_size", "length"), [(1, 512), (64, 8)])
+def test_the_estimate_bounds_what_a_loaded_engine_takes(batch_size, length, big_checkpoint, tmp_path):
+    build_engine(big_checkpoint, tmp_path / "engine", max_seq_len=length, max_num_tokens=512, max_padded_tokens=512)
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "engine"), str(batch_size), str(length)]
+    measured, estimate = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    print(f"{batch_size} x {length}: {measured / 1e6:.0f} MB, estimated {estimate / 1e6:.0f} MB")
+    assert 0.8 * estimate < measured < estimate + 50e6  # the session's own slots and buffers are beside the engine
