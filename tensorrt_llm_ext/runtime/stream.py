@@ -89,7 +89,6 @@ class HostStream:
                 work()
             else:
                 self._run(value, work)
-            del work  # it holds a slot's memory
 
     def _run(self, value: int, work: Callable[[], None]) -> None:
         error = None

@@ -64,6 +64,10 @@ def test_addresses_hold_for_one_enqueue_and_a_stale_one_is_never_used(engine):
     engine.enqueue(0)
     with pytest.raises(BackendError, match="not fully bound"):
         engine.enqueue(0)
+    for name, view in batch.inputs.items():
+        engine.set_shape(name, view.shape)
+    with pytest.raises(BackendError, match="nothing for attention_rows, final_post_all"):
+        engine.enqueue(0)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "final_post_last"])

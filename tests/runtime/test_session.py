@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -255,9 +256,12 @@ def test_a_failure_wakes_a_submit_that_waits_for_a_slot(watched):
     engine.before = fail
     engine.is_open.clear()
     ticket = session.submit([work_item("a", [1])])
+    engine.wait_until_running(1)
     threading.Timer(0.1, engine.is_open.set).start()
+    started = time.monotonic()
     with pytest.raises(SessionClosed, match="power"):
         session.submit([work_item("b", [1])])
+    assert time.monotonic() - started < 10  # not at the deadline, which is 20 s
     del ticket
 
 
@@ -276,6 +280,18 @@ def test_after_close_everything_is_session_closed(watched):
         session.submit([work_item("c", [1])])
     with pytest.raises(SessionClosed):
         session.submit_canaries()
+
+
+def test_closing_wakes_whoever_waits_for_a_ticket(watched):
+    session, engine = watched(deadline_s=0.2)
+    engine.is_open.clear()
+    ticket = session.submit([work_item("a", [1])])
+    engine.wait_until_running(1)
+    threading.Timer(0.1, session.close).start()
+    started = time.monotonic()
+    with pytest.raises(SessionClosed):
+        ticket.wait(timeout_s=15)
+    assert time.monotonic() - started < 10
 
 
 def test_closing_over_a_batch_that_never_ends_leaves_its_memory_alone(watched):

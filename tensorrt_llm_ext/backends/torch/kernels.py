@@ -1,0 +1,201 @@
+"""The decoder's operations on a CUDA card: Triton for what a row does on its own, the vendor's library for products.
+
+Every kernel reads its rows once and writes what the next product takes, e4m3 with a scale a row where that is FP8: residual
+add, norm and quantisation are one pass, and so are SwiGLU and quantisation. What each saves against its plain twin in
+``plain.py`` is measured by tests/bench/torch_h200.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tensorrt_llm_ext.backends.torch.attention import attention, layout
+from tensorrt_llm_ext.backends.torch.values import Layout, Linear, Norm, Rows
+
+__all__ = ["add_norm", "attention", "embed", "gather", "layout", "mean", "multiply", "multiply_add", "swiglu", "take"]
+
+_MEAN_ROWS, _MEAN_COLUMNS = 32, 128
+
+
+def embed(token_ids: torch.Tensor, table: torch.Tensor, x: torch.Tensor) -> None:
+    """See ``plain.embed``."""
+    size = x.shape[1]
+    _embed[(len(x),)](token_ids, table, x, len(token_ids), size, **_row(size))
+
+
+def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows) -> None:
+    """See ``plain.add_norm``."""
+    size = x.shape[1]
+    _add_norm[(len(x),)](
+        x, x if delta is None else delta, norm.weight, out.values, _scales(out), size, norm.eps,
+        HAS_DELTA=delta is not None, IS_FP8=out.scales is not None, **_row(size),
+    )  # fmt: skip
+
+
+def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
+    """See ``plain.swiglu``."""
+    size = gate_up.shape[1] // 2
+    _swiglu[(len(gate_up),)](gate_up, out.values, _scales(out), size, IS_FP8=out.scales is not None, **_row(size))
+
+
+def gather(rows: torch.Tensor, last_token_ids: torch.Tensor | None, out: Rows) -> None:
+    """See ``plain.gather``."""
+    num_rows, size = len(rows) if last_token_ids is None else len(last_token_ids), rows.shape[1]
+    _gather[(num_rows,)](
+        rows, rows if last_token_ids is None else last_token_ids, out.values, _scales(out), size,
+        IS_INDEXED=last_token_ids is not None, IS_FP8=out.scales is not None, **_row(size),
+    )  # fmt: skip
+
+
+def take(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    last_token_ids: torch.Tensor | None,
+    norm: Norm | None,
+    out: torch.Tensor,
+) -> None:
+    """See ``plain.take``."""
+    size = x.shape[1]
+    _take[(len(out),)](
+        x, x if delta is None else delta, x if last_token_ids is None else last_token_ids,
+        x if norm is None else norm.weight, out, size, 0.0 if norm is None else norm.eps,
+        HAS_DELTA=delta is not None, IS_INDEXED=last_token_ids is not None, HAS_NORM=norm is not None, **_row(size),
+    )  # fmt: skip
+
+
+def mean(rows: torch.Tensor, where: Layout, out: torch.Tensor) -> None:
+    """See ``plain.mean``."""
+    grid = (len(out), triton.cdiv(rows.shape[1], _MEAN_COLUMNS))
+    _mean[grid](rows, where.starts, where.lengths, out, rows.shape[1], ROWS=_MEAN_ROWS, COLUMNS=_MEAN_COLUMNS)
+
+
+def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
+    """See ``plain.multiply``."""
+    weight = linear.weight.t()
+    for step in rows.steps():
+        if linear.is_fp8:
+            torch._scaled_mm(
+                rows.values[step], weight, scale_a=rows.scales[step], scale_b=linear.scales, bias=linear.bias,
+                out_dtype=out.dtype, use_fast_accum=True, out=out[step],
+            )  # fmt: skip
+        elif linear.bias is None:
+            torch.mm(rows.values[step], weight, out=out[step])
+        else:
+            torch.addmm(linear.bias, rows.values[step], weight, out=out[step])
+
+
+def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
+    """See ``plain.multiply_add``. The library adds to ``x`` itself where it can: FP8 products and biases cannot."""
+    if linear.is_fp8 or linear.bias is not None:
+        multiply(rows, linear, delta)
+        return delta
+    for step in rows.steps():
+        torch.addmm(x[step], rows.values[step], linear.weight.t(), out=x[step])
+    return None
+
+
+def _row(size: int) -> dict[str, int]:
+    """One program holds a row: 32 values a thread are in flight at most."""
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 16)}
+
+
+def _scales(rows: Rows) -> torch.Tensor:
+    return rows.values if rows.scales is None else rows.scales
+
+
+@triton.jit
+def _write(row, values, scales, index, size, columns, inside, IS_FP8: tl.constexpr):
+    """Write a float32 row, quantised with its own scale where it is FP8."""
+    if IS_FP8:
+        scale = tl.maximum(tl.max(tl.abs(row), 0), 1e-12) / 448.0
+        tl.store(scales + index, scale)
+        row = row / scale
+    tl.store(values + index * size + columns, row.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _embed(token_ids, table, x, num_tokens, size, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    token = tl.load(token_ids + index, mask=index < num_tokens, other=0).to(tl.int64)
+    row = tl.load(table + token * size + columns, mask=inside & (index < num_tokens), other=0.0)
+    tl.store(x + index * size + columns, row.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_norm(x, delta, weight, values, scales, size, eps,
+              HAS_DELTA: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    row = tl.load(x + index * size + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        row += tl.load(delta + index * size + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = row.to(x.dtype.element_ty)
+        tl.store(x + index * size + columns, rounded, mask=inside)
+        row = rounded.to(tl.float32)
+    row = row * tl.rsqrt(tl.sum(row * row, 0) / size + eps)
+    row = row * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    _write(row, values, scales, index, size, columns, inside, IS_FP8)
+
+
+@triton.jit
+def _swiglu(gate_up, values, scales, size, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    place = gate_up + index * 2 * size + columns
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + size, mask=inside, other=0.0).to(tl.float32)
+    _write(gate * tl.sigmoid(gate) * up, values, scales, index, size, columns, inside, IS_FP8)
+
+
+@triton.jit
+def _gather(rows, last_token_ids, values, scales, size,
+            IS_INDEXED: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    source = index
+    if IS_INDEXED:
+        source = tl.load(last_token_ids + index).to(tl.int64) - 1
+    row = tl.load(rows + source * size + columns, mask=inside, other=0.0).to(tl.float32)
+    _write(row, values, scales, index, size, columns, inside, IS_FP8)
+
+
+@triton.jit
+def _take(x, delta, last_token_ids, weight, out, size, eps, HAS_DELTA: tl.constexpr,
+          IS_INDEXED: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    source = index
+    if IS_INDEXED:
+        source = tl.load(last_token_ids + index).to(tl.int64) - 1
+    row = tl.load(x + source * size + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        row += tl.load(delta + source * size + columns, mask=inside, other=0.0).to(tl.float32)
+        row = row.to(x.dtype.element_ty).to(tl.float32)  # the sum is rounded wherever it is computed
+    if HAS_NORM:
+        row = row * tl.rsqrt(tl.sum(row * row, 0) / size + eps)
+        row = row * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + index * size + columns, row.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mean(rows, starts, lengths, out, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < size
+    start = tl.load(starts + index).to(tl.int64)
+    length = tl.load(lengths + index)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for base in range(0, length, ROWS):
+        own = base + tl.arange(0, ROWS)
+        place = rows + (start + own)[:, None] * size + columns[None, :]
+        total += tl.sum(tl.load(place, mask=(own < length)[:, None] & inside[None, :], other=0.0), 0)
+    tl.store(out + index * size + columns, total / length, mask=inside)

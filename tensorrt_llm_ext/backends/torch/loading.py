@@ -1,0 +1,157 @@
+"""Loading: weights stream from the engine's files to their device, read ahead by threads; FP8 is made on the way.
+
+Layers that read the same rows are fused: queries, keys and values; gate and up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tensorrt_llm_ext.backends.torch.decoder import Decoder, Layer
+from tensorrt_llm_ext.backends.torch.plain import quantised
+from tensorrt_llm_ext.backends.torch.values import FP8, HeadNorms, Heads, Linear, Norm, Rope
+from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
+from tensorrt_llm_ext.checkpoint.rope import rope_tables
+from tensorrt_llm_ext.errors import EngineError
+
+READERS = 4  # threads that read and hash; each is as fast as one core copies
+_AHEAD = 8  # weights in memory at most
+
+PARTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The fused linear layers of a decoder layer, and the checkpoint's layers each is made of."""
+
+
+def load_decoder(
+    folder: Path,
+    index: WeightIndex,
+    a: Architecture,
+    *,
+    num_layers: int,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    is_fp8: bool,
+    device: torch.device,
+) -> Decoder:
+    """Load the embedding, the first ``num_layers`` layers and the final norm to ``device``, in ``dtype``; products in e4m3
+    where ``is_fp8``, except those that the index keeps.
+
+    Raises EngineError when a weight is not the one that was built, and what torch raises when memory runs out.
+    """
+    names = [name for name in decoder_shapes(a) if _is_needed(name, num_layers)]
+    with _reading(folder, index, names) as read:
+
+        def load(name: str) -> torch.Tensor:
+            return _torch_from_numpy(read(name)).to(device).to(dtype)
+
+        embedding = load("model.embed_tokens.weight")
+        layers = tuple(_layer(load, a, number, index, is_fp8) for number in range(num_layers))
+        final_norm = Norm(load("model.norm.weight"), a.norm_eps)
+    cos, sin = (torch.from_numpy(table).to(device) for table in rope_tables(a, max_seq_len))
+    return Decoder(embedding, layers, final_norm, Heads(a.num_heads, a.num_kv_heads, a.head_dim), Rope(cos, sin))
+
+
+def weight_bytes(a: Architecture, index: WeightIndex, *, num_layers: int, item_bytes: int, is_fp8: bool) -> int:
+    """Bytes that the decoder's weights take on their device, scales included."""
+    kept = {
+        f"model.layers.{key.split('.')[0]}.{part}.weight" for key in index.kept for part in PARTS[key.split(".")[1]]
+    }
+    total = 0
+    for name, shape in decoder_shapes(a).items():
+        if _is_needed(name, num_layers):
+            is_product = len(shape) == 2 and ".layers." in name
+            in_fp8 = is_fp8 and is_product and name not in kept
+            total += math.prod(shape) * (1 if in_fp8 else item_bytes) + (4 * shape[0] if in_fp8 else 0)
+    return total
+
+
+def _is_needed(name: str, num_layers: int) -> bool:
+    return not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
+
+
+def _layer(load, a: Architecture, number: int, index: WeightIndex, is_fp8: bool) -> Layer:
+    prefix = f"model.layers.{number}."
+    biased = {"qkv": a.has_qkv_bias, "o": a.has_o_bias, "gate_up": a.has_mlp_bias, "down": a.has_mlp_bias}
+    attention_norm = Norm(load(prefix + "input_layernorm.weight"), a.norm_eps)
+
+    def linear(part: str) -> Linear:
+        weights = [load(f"{prefix}{name}.weight") for name in PARTS[part]]
+        bias = torch.cat([load(f"{prefix}{name}.bias") for name in PARTS[part]]) if biased[part] else None
+        return _linear(weights, bias, is_fp8 and f"{number}.{part}" not in index.kept)
+
+    qkv = linear("qkv")
+    norms = [load(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")] if a.has_qk_norm else None
+    return Layer(
+        attention_norm=attention_norm,
+        qkv=qkv,
+        head_norms=norms and HeadNorms(*norms, a.norm_eps),
+        o=linear("o"),
+        mlp_norm=Norm(load(prefix + "post_attention_layernorm.weight"), a.norm_eps),
+        gate_up=linear("gate_up"),
+        down=linear("down"),
+    )
+
+
+def _linear(weights: list[torch.Tensor], bias: torch.Tensor | None, is_fp8: bool) -> Linear:
+    """Fuse the weights; in e4m3, one scale an output."""
+    if not is_fp8:
+        return Linear(weights[0] if len(weights) == 1 else torch.cat(weights), None, bias)
+    sizes = [len(weight) for weight in weights]
+    values = torch.empty(sum(sizes), weights[0].shape[1], dtype=FP8, device=weights[0].device)
+    scales = torch.empty(1, sum(sizes), dtype=torch.float32, device=values.device)
+    for weight, rows, row_scales in zip(weights, values.split(sizes), scales.split(sizes, dim=1), strict=True):
+        rounded, scale = quantised(weight.float())
+        rows.copy_(rounded)
+        row_scales.copy_(scale.T)
+    return Linear(values, scales, bias)
+
+
+def _torch_from_numpy(values: np.ndarray) -> torch.Tensor:
+    if values.dtype.name == "bfloat16":  # NumPy's bfloat16 is another package's
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
+@contextmanager
+def _reading(folder: Path, index: WeightIndex, names: Sequence[str]) -> Iterator:
+    """Lend a function that gives each of ``names``, asked for once and roughly in order; the next ones are read ahead."""
+    missing = [name for name in names if name not in index.weights]
+    if missing:
+        raise EngineError(
+            f"the engine in '{folder}' lacks weights of its architecture",
+            expected=f"a weight '{missing[0]}'",
+            found=f"{len(index.weights)} others",
+            fix="copy the engine directory again, or build it again",
+        )
+    waiting = iter(names)
+    futures: dict[str, Future] = {}
+    pool = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
+
+    def start(name: str) -> None:
+        futures[name] = pool.submit(read_weight, folder, name, index.weights[name])
+
+    def read(name: str) -> np.ndarray:
+        while name not in futures:
+            start(next(waiting))
+        values = futures.pop(name).result()
+        while len(futures) < _AHEAD and (following := next(waiting, None)) is not None:
+            start(following)
+        return values
+
+    try:
+        yield read
+    finally:
+        pool.shutdown(cancel_futures=True)

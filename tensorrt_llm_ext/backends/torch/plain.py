@@ -1,0 +1,133 @@
+"""The decoder's operations in plain torch: what each promises, on any device. ``kernels.py`` has the same ones, fused.
+
+Sums and norms are computed in float32 whatever the type of the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tensorrt_llm_ext.backends.torch.values import FP8_MAX, HeadNorms, Heads, Layout, Linear, Norm, Rope, Rows
+
+TINY = 1e-12  # a row of zeros gets this scale: it stays zero
+
+
+def layout(lengths: torch.Tensor, num_tokens: int, is_long: bool, space: torch.Tensor) -> Layout:
+    """Find where each sequence of ``lengths`` (int32 ``[B]``) begins. ``space`` is the kernels' int32 memory for it."""
+    starts = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
+    return Layout(lengths, starts, num_tokens, is_long)
+
+
+def embed(token_ids: torch.Tensor, table: torch.Tensor, x: torch.Tensor) -> None:
+    """Write each token's row of ``table`` to ``x`` ``[M, hidden]``; zeros past the last token."""
+    num_tokens = len(token_ids)
+    x[:num_tokens] = table[token_ids.long()].to(x.dtype)
+    x[num_tokens:] = 0
+
+
+def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows) -> None:
+    """Add ``delta`` to the residual stream ``x`` in place, and write the norm of the sum to ``out``."""
+    if delta is not None:
+        x.copy_(x.float() + delta.float())
+    write_rows(normalised(x.float(), norm), out)
+
+
+def attention(
+    qkv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, where: Layout, out: torch.Tensor
+) -> None:
+    """Rotate queries and keys of ``qkv`` ``[M, fused]`` and write causal grouped-query attention to ``out`` ``[M, q]``."""
+    sizes = (heads.q_size, heads.kv_size, heads.kv_size)
+    for start, length in zip(where.starts.tolist(), where.lengths.tolist(), strict=True):
+        rows = slice(start, start + length)
+        q, k, v = (part.unflatten(1, (-1, heads.head_dim)).transpose(0, 1) for part in qkv[rows].split(sizes, dim=1))
+        q, k = _turned(q, rope, norms and norms.q, norms), _turned(k, rope, norms and norms.k, norms)
+        o = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        out[rows] = o.transpose(0, 1).flatten(1)
+
+
+def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
+    """Write silu(gate) * up of ``gate_up`` ``[M, 2 intermediate]`` to ``out``."""
+    gate, up = gate_up.float().chunk(2, dim=1)
+    write_rows(functional.silu(gate) * up, out)
+
+
+def gather(rows: torch.Tensor, last_token_ids: torch.Tensor | None, out: Rows) -> None:
+    """Write ``rows``, or those that ``last_token_ids`` (int32 ``[B]``, 1-based) names, to the first rows of ``out``."""
+    taken = _taken(rows, last_token_ids)
+    scales = None if out.scales is None else out.scales[: len(taken)]
+    write_rows(taken.float(), Rows(out.values[: len(taken)], scales))
+
+
+def take(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    last_token_ids: torch.Tensor | None,
+    norm: Norm | None,
+    out: torch.Tensor,
+) -> None:
+    """Write rows of the residual stream ``x`` (+ ``delta``) to ``out`` ``[rows, hidden]``, after ``norm`` if one is given.
+
+    The rows are those that ``last_token_ids`` (1-based) names, or the first ``len(out)``.
+    """
+    rows = _taken(x[: len(out)] if last_token_ids is None else x, last_token_ids).float()
+    if delta is not None:
+        rows = rows + _taken(delta[: len(out)] if last_token_ids is None else delta, last_token_ids).float()
+        rows = rows.to(x.dtype).float()  # the sum is rounded wherever it is computed
+    out.copy_(rows if norm is None else normalised(rows, norm))
+
+
+def mean(rows: torch.Tensor, where: Layout, out: torch.Tensor) -> None:
+    """Write the mean of each sequence's ``rows`` (float32 ``[T, hidden]``) to ``out`` (float32 ``[B, hidden]``)."""
+    for index, (start, length) in enumerate(zip(where.starts.tolist(), where.lengths.tolist(), strict=True)):
+        out[index] = rows[start : start + length].mean(0)
+
+
+def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
+    """Write ``rows @ weight.T + bias`` to ``out`` ``[M, out]``."""
+    values, weight = rows.values, linear.weight
+    if linear.is_fp8:
+        product = (values.float() * rows.scales) @ (weight.float() * linear.scales.T).T
+    else:
+        product = (values @ weight.T).float()
+    out.copy_(product if linear.bias is None else product + linear.bias.float())
+
+
+def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
+    """Add ``rows @ weight.T + bias`` to ``x``, or write it to ``delta`` and return that for a later addition."""
+    multiply(rows, linear, delta)
+    return delta
+
+
+def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round float32 rows to e4m3, each with a scale of its own: values, and scales ``[rows, 1]``."""
+    scales = rows.abs().amax(1, keepdim=True).clamp_(min=TINY) / FP8_MAX
+    return (rows / scales).to(torch.float8_e4m3fn), scales
+
+
+def write_rows(rows: torch.Tensor, out: Rows) -> None:
+    if out.scales is None:
+        out.values.copy_(rows)
+    else:
+        values, scales = quantised(rows)
+        out.values.copy_(values)
+        out.scales.copy_(scales)
+
+
+def normalised(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Root-mean-square norm of float32 rows."""
+    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+
+
+def _taken(rows: torch.Tensor, last_token_ids: torch.Tensor | None) -> torch.Tensor:
+    return rows if last_token_ids is None else rows[last_token_ids.long() - 1]
+
+
+def _turned(x: torch.Tensor, rope: Rope, weight: torch.Tensor | None, norms: HeadNorms | None) -> torch.Tensor:
+    """Normalise the heads of ``x`` ``[heads, tokens, head_dim]`` if they are, and rotate them by their positions."""
+    heads = x.float()
+    if weight is not None:
+        heads = normalised(heads, Norm(weight, norms.eps))
+    cos, sin = rope.cos[: x.shape[1]], rope.sin[: x.shape[1]]
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,108 @@
+"""The values that the decoder's operations take and give: packed rows, linear layers, and where sequences lie.
+
+M rows are computed of which the first T hold tokens: M is T rounded up to a bucket, so that few shapes exist. What the
+rows past T hold never reaches another row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest e4m3 value. A row's scale is its largest magnitude over this, so that nothing saturates."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The input of a linear layer, ``[M, width]``: as it is, or e4m3 with one float32 scale a row ``[M, 1]``.
+
+    ``step`` is how many rows one product takes, where that must be the same in every batch; None: all at once.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+    step: int | None = None
+
+    def steps(self) -> list[slice]:
+        """The rows of each product."""
+        size = self.step or max(len(self.values), 1)
+        return [slice(start, start + size) for start in range(0, len(self.values), size)]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer: weight ``[out, in]``, as it is or e4m3 with one float32 scale an output ``[1, out]``."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.scales is not None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of a layer, in the order of its fused rows: all queries, all keys, all values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def fused_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Cosines and sines of every position, float32 ``[max_seq_len, head_dim // 2]``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """QK-norm (Qwen3): a weight ``[head_dim]`` for queries and one for keys, and the epsilon."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm: its weight ``[hidden]`` and epsilon."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the batch's sequences lie among its packed rows. ``lengths`` and ``starts`` are int32 ``[B]``;
+    ``is_long`` says that the kernels shall work as long sequences want it.
+
+    ``tiles`` (int32 ``[num_tiles, 3]``: first row of the sequence, position of the tile's first query, length of the
+    sequence; length 0: no tile) divides the queries of all sequences among a kernel's programs. The plain operations
+    need none.
+    """
+
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    num_tokens: int
+    is_long: bool
+    tiles: torch.Tensor | None = None

@@ -1,0 +1,177 @@
+"""Every kernel does what its plain twin promises: on a card, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1)."""
+
+import os
+
+import pytest
+import torch
+
+from tensorrt_llm_ext.backends.torch import plain
+from tensorrt_llm_ext.backends.torch.values import FP8, HeadNorms, Heads, Linear, Norm, Rope, Rows
+
+triton = pytest.importorskip("triton", reason="Triton comes with torch for CUDA")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or IS_INTERPRETED):
+    pytest.skip("no CUDA card, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from tensorrt_llm_ext.backends.torch import kernels  # noqa: E402  Triton decides how to run at import
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+DTYPE = torch.float32 if IS_INTERPRETED else torch.bfloat16
+CLOSE = {"atol": 1e-5, "rtol": 1e-5} if IS_INTERPRETED else {"atol": 2e-2, "rtol": 2e-2}  # bfloat16: 8 bits
+SIZE = 80  # not a power of two
+LENGTHS = (5, 1, 130, 3, 257)
+
+
+def random(*shape, dtype=None, seed=0):
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(DTYPE if dtype is None else dtype).to(DEVICE)
+
+
+def ids(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def rows_pair(num_rows, size, is_fp8):
+    """Two places for the same rows, poisoned."""
+
+    def place():
+        scales = torch.full((num_rows, 1), float("nan"), device=DEVICE) if is_fp8 else None
+        return Rows(torch.full((num_rows, size), float("nan"), device=DEVICE).to(FP8 if is_fp8 else DTYPE), scales)
+
+    return place(), place()
+
+
+def values_of(rows):
+    return rows.values.float() * (1 if rows.scales is None else rows.scales)
+
+
+def assert_same_rows(found, expected):
+    """FP8: the scales are close, and no value is more than one step of e4m3 (an eighth of its size) away."""
+    assert torch.isfinite(values_of(found)).all()
+    if found.scales is None:
+        torch.testing.assert_close(found.values, expected.values, **CLOSE)
+    else:
+        torch.testing.assert_close(found.scales, expected.scales, rtol=2e-2, atol=0)
+        torch.testing.assert_close(values_of(found), values_of(expected), rtol=0.13, atol=float(expected.scales.max()))
+        close = torch.isclose(values_of(found), values_of(expected), rtol=1e-2, atol=1e-6)
+        assert close.float().mean() > 0.97  # only a value on the border between two steps may fall on the other side
+
+
+def test_embedding_rows_are_those_of_the_tokens_and_zero_past_them():
+    table, x, expected = random(50, SIZE), random(8, SIZE), random(8, SIZE)
+    for module, out in ((kernels, x), (plain, expected)):
+        module.embed(ids(3, 49, 0, 3, 7), table, out)
+    torch.testing.assert_close(x, expected)
+    assert not x[5:].any()
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_the_stream_is_added_to_and_normalised(is_fp8, has_delta):
+    x, delta, norm = random(7, SIZE), random(7, SIZE, seed=1), Norm(random(SIZE, seed=2), 1e-5)
+    expected_x = x.clone()
+    found, expected = rows_pair(7, SIZE, is_fp8)
+    kernels.add_norm(x, delta if has_delta else None, norm, found)
+    plain.add_norm(expected_x, delta if has_delta else None, norm, expected)
+    torch.testing.assert_close(x, expected_x)
+    assert_same_rows(found, expected)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_swiglu(is_fp8):
+    found, expected = rows_pair(6, SIZE, is_fp8)
+    for module, out in ((kernels, found), (plain, expected)):
+        module.swiglu(random(6, 2 * SIZE), out)
+    assert_same_rows(found, expected)
+
+
+def test_a_row_of_zeros_stays_zero_in_fp8():
+    found, _ = rows_pair(2, SIZE, True)
+    kernels.swiglu(torch.zeros(2, 2 * SIZE, dtype=DTYPE, device=DEVICE), found)
+    assert not values_of(found).any()
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("last", [None, (1, 4, 9)])
+def test_rows_are_gathered(is_fp8, last):
+    found, expected = rows_pair(9, SIZE, is_fp8)
+    for module, out in ((kernels, found), (plain, expected)):
+        module.gather(random(9, SIZE), None if last is None else ids(*last), out)
+    num_rows = 9 if last is None else len(last)
+    scales = [rows.scales and None if rows.scales is None else rows.scales[:num_rows] for rows in (found, expected)]
+    assert_same_rows(Rows(found.values[:num_rows], scales[0]), Rows(expected.values[:num_rows], scales[1]))
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("last", [None, (1, 4, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tapped_rows_are_taken(has_norm, has_delta, last, dtype):
+    num_rows = 9 if last is None else len(last)
+    x, delta = random(9, SIZE), random(9, SIZE, seed=1) if has_delta else None
+    norm = Norm(random(SIZE, seed=2), 1e-5) if has_norm else None
+    found, expected = (torch.full((num_rows, SIZE), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+    for module, out in ((kernels, found), (plain, expected)):
+        module.take(x, delta, None if last is None else ids(*last), norm, out)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 32), Heads(3, 3, 16), Heads(6, 1, 20)], ids=str)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_attention_of_packed_sequences(is_long, heads, has_norm):
+    num_tokens = sum(LENGTHS)
+    qkv = random(num_tokens + 11, heads.fused_size)
+    qkv[num_tokens:] = float("nan")  # rows past the tokens reach no other row
+    angles = torch.arange(max(LENGTHS))[:, None] * torch.logspace(0, -3, heads.head_dim // 2)[None, :]
+    rope = Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    norms = HeadNorms(random(heads.head_dim, seed=3), random(heads.head_dim, seed=4), 1e-6) if has_norm else None
+    found, expected = (torch.full((len(qkv), heads.q_size), float("nan"), dtype=DTYPE, device=DEVICE) for _ in range(2))
+    for module, out in ((kernels, found), (plain, expected)):
+        space = torch.zeros(4000, dtype=torch.int32, device=DEVICE)
+        where = module.layout(ids(*LENGTHS), num_tokens, is_long, space)
+        assert where.starts.tolist() == [0, 5, 6, 136, 139]
+        module.attention(qkv.clone(), heads, rope, norms, where, out)
+    torch.testing.assert_close(found[:num_tokens], expected[:num_tokens], **CLOSE)
+
+
+def test_a_nan_stays_in_its_own_sequence():
+    heads, lengths = Heads(2, 1, 16), (4, 6, 3)
+    qkv = random(13, heads.fused_size)
+    qkv[4:10] = float("nan")
+    out = torch.zeros(13, heads.q_size, dtype=DTYPE, device=DEVICE)
+    rope = Rope(torch.ones(6, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE))
+    where = kernels.layout(ids(*lengths), 13, False, torch.zeros(400, dtype=torch.int32, device=DEVICE))
+    kernels.attention(qkv, heads, rope, None, where, out)
+    assert torch.isfinite(out[:4]).all() and torch.isfinite(out[10:]).all() and not torch.isfinite(out[4:10]).any()
+
+
+def test_the_mean_of_each_sequence():
+    rows, lengths = random(sum(LENGTHS), 150, dtype=torch.float32), ids(*LENGTHS)
+    found, expected = (torch.full((len(LENGTHS), 150), float("nan"), device=DEVICE) for _ in range(2))
+    for module, out in ((kernels, found), (plain, expected)):
+        space = torch.zeros(4000, dtype=torch.int32, device=DEVICE)
+        module.mean(rows, module.layout(lengths, len(rows), False, space), out)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="products are the vendor's library's: no CUDA card")
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("step", [None, 16])
+def test_products(is_fp8, has_bias, step):
+    x, weight, bias = random(48, 64), random(96, 64, seed=1), random(96, seed=2) if has_bias else None
+    if is_fp8:
+        (values, scales), (quantised, weight_scales) = plain.quantised(x.float()), plain.quantised(weight.float())
+        rows, linear = Rows(values, scales, step), Linear(quantised, weight_scales.T.contiguous(), bias)
+    else:
+        rows, linear = Rows(x, None, step), Linear(weight, None, bias)
+    found, expected, stream = (random(48, 96, seed=5) for _ in range(3))
+    kernels.multiply(rows, linear, found)
+    plain.multiply(rows, linear, expected)
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=2e-2)
+    before, delta = stream.clone(), torch.zeros_like(stream)
+    pending = kernels.multiply_add(rows, linear, stream, delta)
+    total = stream if pending is None else stream + pending
+    torch.testing.assert_close(total, before + expected, atol=0.15, rtol=2e-2)
