@@ -21,7 +21,15 @@ TEMPLATE = (
 
 def byte_tokenizer(template: str | None = TEMPLATE, ends: str = "<s> $A") -> Tokenizer:
     """A tokenizer of one token a byte; ``ends`` says which special tokens it adds."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return _tokenizer(sorted(pre_tokenizers.ByteLevel.alphabet()), template, ends)
+
+
+def letter_tokenizer() -> Tokenizer:
+    """A tokenizer of lower-case letters, digits and the space, for toy models of 97 tokens."""
+    return _tokenizer([*"abcdefghijklmnopqrstuvwxyz0123456789-", "Ġ", "Ċ"], TEMPLATE, "<s> $A")
+
+
+def _tokenizer(alphabet: list[str], template: str | None, ends: str) -> Tokenizer:
     vocab = {"<s>": BOS, "</s>": EOS, "<pad>": 2} | {letter: 3 + i for i, letter in enumerate(alphabet)}
     rust = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     rust.add_special_tokens(["<s>", "</s>", "<pad>"])

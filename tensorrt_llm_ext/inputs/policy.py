@@ -11,6 +11,7 @@ from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import InputError
 from tensorrt_llm_ext.inputs.rows import Fields
 from tensorrt_llm_ext.recipes.contract import Limits
+from tensorrt_llm_ext.results.record import Tokenisation
 
 SpecialTokens = Literal["tokenizer", "none", "given"]
 TooLong = Literal["refuse", "truncate-left", "truncate-right"]
@@ -28,6 +29,10 @@ class TokenPolicy:
     template_date: str | None  # what a template that writes today's date writes, on every day the run goes on
     max_length: int  # tokens
     too_long: TooLong
+
+    def tokenisation(self) -> Tokenisation:
+        """What a session writes into the origin of its records."""
+        return Tokenisation(self.special_tokens, self.template_hash, self.prefix)
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

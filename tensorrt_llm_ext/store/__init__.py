@@ -1,5 +1,6 @@
 """Stores: where records go to stay, checked back to their work items, committed whole."""
 
+from tensorrt_llm_ext.store.disk import disk_errors
 from tensorrt_llm_ext.store.header import Column, Header
 from tensorrt_llm_ext.store.lineage import check_lineage
 from tensorrt_llm_ext.store.reading import Neighbour, Vectors, open_vectors
@@ -13,6 +14,7 @@ __all__ = [
     "VectorStore",
     "Vectors",
     "check_lineage",
+    "disk_errors",
     "holds_dataset",
     "open_vectors",
 ]

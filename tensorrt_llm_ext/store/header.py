@@ -20,6 +20,7 @@ FORMAT = "tensorrt_llm_ext.vectors"
 FORMAT_VERSION = 1
 METADATA_KEY = "tensorrt_llm_ext"
 
+_IDENTITY_BYTES = 200  # ids, hashes and numbers, as measured on short rows
 _STORED_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "float32"}  # lossless, and searchable
 
 
@@ -67,6 +68,11 @@ class Header:
         hidden_size = self.contract.architecture.hidden_size
         return Column(tap.column(num_layers), tap, hidden_size, computed, _STORED_DTYPES[computed])
 
+    def row_bytes(self) -> int:
+        """About how many bytes a row takes on disk: its vectors, and its identity."""
+        vectors = sum(column.hidden_size * np.dtype(column.stored_dtype).itemsize for column in self.columns())
+        return vectors + _IDENTITY_BYTES
+
     def schema(self) -> pa.Schema:
         """The Arrow schema of the dataset, this header in its metadata."""
         fields = [
@@ -80,7 +86,8 @@ class Header:
         ]
         for column in self.columns():
             vector = pa.list_(pa.from_numpy_dtype(np.dtype(column.stored_dtype)), column.hidden_size)
-            fields += [pa.field(column.name, vector, nullable=False), pa.field(column.hash_name, pa.string(), nullable=False)]
+            fields.append(pa.field(column.name, vector, nullable=False))
+            fields.append(pa.field(column.hash_name, pa.string(), nullable=False))
         return pa.schema(fields, metadata={METADATA_KEY: canonical_json(self.to_dict())})
 
     def to_dict(self) -> dict:
@@ -91,7 +98,8 @@ class Header:
                 column.name: {"tap": column.tap.to_dict(), "computed": column.computed_dtype, "stored": column.stored_dtype}
                 for column in self.columns()
             },
-            "contract": dataclasses.replace(self.contract, canaries=()).to_dict(),  # their vectors would lie in every version
+            # without canaries, whose vectors would lie in the metadata of every version
+            "contract": dataclasses.replace(self.contract, canaries=()).to_dict(),
             "origin": dataclasses.asdict(self.origin),
             "job": self.job,
         }

@@ -8,13 +8,11 @@ opened for writing.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,8 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lance.fragment import write_fragments
 
-from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, StoreError
+from tensorrt_llm_ext.errors import ForeignDataset, StoreError
 from tensorrt_llm_ext.results.record import Record, WorkItem
+from tensorrt_llm_ext.store.disk import disk_errors
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
 from tensorrt_llm_ext.store.lineage import check_lineage
 
@@ -33,7 +32,6 @@ DATASET_NAME = "vectors.lance"
 _PART_PREFIX = ".part-"
 _KEPT_VERSIONS_AGE = timedelta(minutes=10)  # for readers that are just opening one
 _COMMITS_PER_SWEEP = 64
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class VectorStore:
@@ -62,12 +60,14 @@ class VectorStore:
         """
         folder = Path(folder)
         schema = header.schema()
-        with _store_errors(folder):
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
         try:
             _check_empty(folder)
-            with _store_errors(folder), tempfile.TemporaryDirectory(prefix=_PART_PREFIX, dir=folder) as part:
+            for leftover in folder.glob(f"{_PART_PREFIX}*"):
+                shutil.rmtree(leftover)
+            with disk_errors(folder), tempfile.TemporaryDirectory(prefix=_PART_PREFIX, dir=folder) as part:
                 made = Path(part) / DATASET_NAME
                 lance.write_dataset(pa.Table.from_batches([], schema), str(made), schema=schema, mode="create")
                 made.rename(folder / DATASET_NAME)
@@ -88,11 +88,17 @@ class VectorStore:
         lock = _lock(folder)
         try:
             check_same(read_header(stored.schema, str(folder)), header, str(folder))
-            with _store_errors(folder):
+            with disk_errors(folder):
                 return cls(folder, header, lock)
         except BaseException:
             os.close(lock)
             raise
+
+    @staticmethod
+    def check_new(folder: Path) -> None:
+        """Raise ForeignDataset, before anything costs time, when ``create`` would find the folder occupied."""
+        if Path(folder).is_dir():
+            _check_empty(Path(folder))
 
     @property
     def settled_rows(self) -> int:
@@ -120,7 +126,7 @@ class VectorStore:
         if not pending:
             return 0
         try:
-            with _store_errors(self.path):
+            with disk_errors(self.path):
                 fragments = write_fragments(self._table(pending, window_end), self._dataset, schema=self._schema)
                 self._sync(self.path / "data" / file.path for part in fragments for file in part.files)
                 append = lance.LanceOperation.Append(fragments)
@@ -131,7 +137,7 @@ class VectorStore:
             self._sweep(timedelta(0))
             if self._dataset.count_rows() != self.num_rows + len(pending):  # else the commit happened before the error
                 raise
-        self.num_rows += len(pending)
+        self.num_rows = self._dataset.count_rows()
         self.num_bytes += sum(file.file_size_bytes or 0 for part in fragments for file in part.files)
         if self._dataset.version % _COMMITS_PER_SWEEP == 0:
             self._sweep(_KEPT_VERSIONS_AGE)
@@ -217,10 +223,8 @@ def _vectors(rows: np.ndarray, column: Column) -> pa.Array:
 
 
 def _check_empty(folder: Path) -> None:
-    """Only what a creation that died has left behind may lie there, and goes."""
-    for leftover in folder.glob(f"{_PART_PREFIX}*"):
-        shutil.rmtree(leftover)
-    if any(folder.iterdir()):
+    """Only what a creation that died has left behind may lie there."""
+    if any(not path.name.startswith(_PART_PREFIX) for path in folder.iterdir()):
         is_ours = holds_dataset(folder)
         raise ForeignDataset(
             f"'{folder}' already holds {'a dataset' if is_ours else 'something else'}",
@@ -246,21 +250,3 @@ def _lock(folder: Path) -> int:
             f"another run is writing to '{folder}'", expected="one writer", found=error, fix="wait for it, or stop it"
         ) from error
     return descriptor
-
-
-@contextmanager
-def _store_errors(path: Path) -> Iterator[None]:
-    """Map what the system and Lance say while writing."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _DISK_FULL or any(f"(os error {number})" in str(error) for number in _DISK_FULL):  # as Rust says it
-            raise DiskFull(
-                f"no space is left for '{path}'",
-                expected="room for the next commit",
-                found=error,
-                fix="free some space, then go on with --resume: every earlier commit is whole",
-            ) from error
-        raise StoreError(
-            f"'{path}' cannot be written", expected="a folder that takes files", found=error, fix="check the folder's rights"
-        ) from error

@@ -193,7 +193,8 @@ def test_nothing_is_truncated_unless_asked(read, jsonl):
 
 def test_a_text_of_which_nothing_would_be_left_is_too_long(read, jsonl):
     tokenizer = byte_tokenizer(ends="<s> $A </s>")
-    assert codes_of(read(jsonl('{"text": "ab"}'), tokenizer=tokenizer, max_length=2, too_long="truncate-left")) == ["too_long"]
+    rows = read(jsonl('{"text": "ab"}'), tokenizer=tokenizer, max_length=2, too_long="truncate-left")
+    assert codes_of(rows) == ["too_long"]
 
 
 def test_the_grouping_for_the_tokenizer_changes_nothing(read, jsonl, monkeypatch):
@@ -202,7 +203,8 @@ def test_the_grouping_for_the_tokenizer_changes_nothing(read, jsonl, monkeypatch
     monkeypatch.setattr(items, "_BATCH_ROWS", 7)
     monkeypatch.setattr(items, "_BATCH_CHARACTERS", 100)
     grouped = read(path, Fields(request_id="id"))
-    assert codes_of(grouped) == codes_of(whole) and {"duplicate_id", "conflicting_id", "too_long", "empty_prompt"} < set(codes_of(whole))
+    assert codes_of(grouped) == codes_of(whole)
+    assert {"duplicate_id", "conflicting_id", "too_long", "empty_prompt"} < set(codes_of(whole))
     assert [tokens_of(row) for row in grouped if isinstance(row, AcceptedRow)] == [
         tokens_of(row) for row in whole if isinstance(row, AcceptedRow)
     ]
@@ -210,7 +212,7 @@ def test_the_grouping_for_the_tokenizer_changes_nothing(read, jsonl, monkeypatch
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content"]), inner, max_size=3),
     max_leaves=8,
 )
 objects = st.dictionaries(st.sampled_from(["id", "text", "chat", "ids"]), json_values).map(json.dumps)

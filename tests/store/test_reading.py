@@ -1,5 +1,7 @@
 """Reading back: the same records, damage found, neighbours in order."""
 
+from dataclasses import replace
+
 import lance
 import numpy as np
 import pytest
@@ -45,7 +47,7 @@ def test_a_request_id_with_a_quote_is_only_a_text(tmp_path, header):
     with VectorStore.create(tmp_path, header) as store:
         item, record = make_answer(header, 0)
         name = "it's' OR 'a'='a"
-        store.append(0, type(item)(name, *list(vars(item).values())[1:]), type(record)(name, *list(vars(record).values())[1:]))
+        store.append(0, replace(item, request_id=name), replace(record, request_id=name))
         store.commit(1)
     assert len(open_vectors(tmp_path).vector(name, "final_post_last")) == 24
 

@@ -99,13 +99,17 @@ def test_taps_of_many_rows_are_refused_before_anything_is_written(tmp_path):
     assert caught.value.found == "final@all" and not (tmp_path / "out").exists()
 
 
+def changed_origin(header, **fields):
+    return replace(header, origin=replace(header.origin, **fields))
+
+
 OTHER = {
-    "origin.engine_fingerprint": lambda header: replace(header, origin=replace(header.origin, engine_fingerprint="sha256:e")),
+    "origin.engine_fingerprint": lambda header: changed_origin(header, engine_fingerprint="sha256:e"),
     "taps": lambda header: make_header(taps=(LAST,)),
     "job.windows.max_rows": lambda header: replace(header, job={**JOB, "windows": {"max_rows": 5}}),
     "job.policy.max_length": lambda header: replace(header, job={**JOB, "policy": {**JOB["policy"], "max_length": 3}}),
     "job.policy.prefix": lambda header: replace(header, job={**JOB, "policy": {**JOB["policy"], "prefix": "q"}}),
-    "origin.tokenizer_fingerprint": lambda header: replace(header, origin=replace(header.origin, tokenizer_fingerprint="x")),
+    "origin.tokenizer_fingerprint": lambda header: changed_origin(header, tokenizer_fingerprint="x"),
 }
 
 

@@ -1,0 +1,60 @@
+"""Ahead: an iterator that runs in a thread of its own, a bounded number of results before its reader."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL_S = 0.1
+
+
+class Ahead(Generic[T]):
+    """Reads ``source`` in a thread, at most ``depth`` results ahead; its error comes out where its results would.
+
+    A context manager; on leaving, the thread ends after the result it is making.
+    """
+
+    def __init__(self, source: Iterator[T], depth: int) -> None:
+        self._source = source
+        self._ready: queue.Queue[tuple[str, object]] = queue.Queue(depth)
+        self._is_closed = threading.Event()
+        # daemon: a thread that waits for a terminal or a pipe must not hold back the end of the process
+        self._thread = threading.Thread(target=self._read, name="read ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            kind, value = self._ready.get()
+            if kind == "error":
+                raise value
+            if kind == "end":
+                return
+            yield value
+
+    def __enter__(self) -> Ahead[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_closed.set()
+
+    def _read(self) -> None:
+        try:
+            for result in self._source:
+                if not self._put(("result", result)):
+                    return
+            self._put(("end", None))
+        except BaseException as error:  # handed to the reader, whatever it is
+            self._put(("error", error))
+
+    def _put(self, message: tuple[str, object]) -> bool:
+        while not self._is_closed.is_set():
+            try:
+                self._ready.put(message, timeout=_POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False

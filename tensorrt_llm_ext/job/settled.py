@@ -1,0 +1,88 @@
+"""Settled rows: on resume the input is read again from its first row and held against what the dataset says of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tensorrt_llm_ext.errors import ForeignDataset
+from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
+
+_ROWS_A_STRETCH = 4096
+
+
+@dataclass
+class SettledStretch:
+    """Input rows that earlier commits settled, and what became of them."""
+
+    start: int
+    end: int
+    num_stored: int = 0
+    refused: list[RefusedRow] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+    fraction: float | None = None
+
+
+def settled_stretches(
+    rows: Iterable[AcceptedRow | RefusedRow], stored: Iterator[tuple[int, str, str]], failed: Iterator[dict]
+) -> Iterator[SettledStretch]:
+    """Hold each row against the dataset, which has row number, request id and token hash, and against failed.jsonl.
+
+    All three are in row order and are read once, side by side. Raises ForeignDataset at the first row that is not what
+    it was: another input, or the same id with other tokens.
+    """
+    next_stored, next_failed = next(stored, None), next(failed, None)
+    stretch: SettledStretch | None = None
+    for row in rows:
+        if stretch is None or row.number - stretch.start >= _ROWS_A_STRETCH:
+            if stretch is not None:
+                yield stretch
+            stretch = SettledStretch(row.number, row.number)
+        known = None
+        if next_stored is not None and next_stored[0] == row.number:
+            known, next_stored = next_stored[1:], next(stored, None)
+            stretch.num_stored += 1
+        elif next_failed is not None and next_failed["row"] == row.number:
+            known = next_failed["request_id"], next_failed["token_hash"]
+            stretch.failed[next_failed["code"]] += 1
+            next_failed = next(failed, None)
+        if known != _identity(row):
+            raise _other_row(row, known)
+        if isinstance(row, RefusedRow):
+            stretch.refused.append(row)
+        stretch.end, stretch.fraction = row.number + 1, row.fraction
+    if stretch is not None:
+        yield stretch
+
+
+def _identity(row: AcceptedRow | RefusedRow) -> tuple[str, str] | None:
+    return (row.item.request_id, row.item.token_hash) if isinstance(row, AcceptedRow) else None
+
+
+def _other_row(row: AcceptedRow | RefusedRow, known: tuple[str, str] | None) -> ForeignDataset:
+    def described(identity: tuple[str, str] | None) -> str:
+        return "a refused row" if identity is None else f"request '{identity[0]}' with tokens {identity[1]}"
+
+    found = described(_identity(row)) + (f" ({row.refusal.code})" if isinstance(row, RefusedRow) else "")
+    return ForeignDataset(
+        f"row {row.number} of the input is not the row that the dataset settled",
+        expected=described(known),
+        found=found,
+        fix="resume with the input that began it (and the failed.jsonl beside the dataset), or write to another folder",
+    )
+
+
+def check_not_shorter(stretches: Iterator[SettledStretch], num_rows: int) -> Iterator[SettledStretch]:
+    """Pass the stretches on; raise ForeignDataset when the input ends before ``num_rows``."""
+    end = 0
+    for stretch in stretches:
+        end = stretch.end
+        yield stretch
+    if end < num_rows:
+        raise ForeignDataset(
+            "the input is shorter than the one that the dataset was made from",
+            expected=f"at least {num_rows} rows",
+            found=f"{end} rows",
+            fix="resume with the input that began it, or write to another folder",
+        )

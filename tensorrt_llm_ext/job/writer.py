@@ -1,0 +1,106 @@
+"""Writer: takes answers off the compute's path, in a thread of its own, and commits a window when it is told to."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tensorrt_llm_ext.errors import ExtractionError, LineageError
+from tensorrt_llm_ext.inputs import AcceptedRow
+from tensorrt_llm_ext.job.ledgers import FailedLedger
+from tensorrt_llm_ext.job.windows import Window
+from tensorrt_llm_ext.results import Failure, Record
+from tensorrt_llm_ext.store import VectorStore
+
+
+@dataclass(frozen=True)
+class _Answers:
+    rows: Sequence[AcceptedRow]  # one batch
+    answers: Sequence[Record | Failure]
+
+
+@dataclass(frozen=True)
+class _Commit:
+    window: Window
+
+
+class Writer:
+    """Feeds the store from a bounded queue. ``settled_end`` is the end of the last window that was committed.
+
+    A context manager. An error of the store ends the writing; it comes out of the next ``put`` or ``commit``, and what
+    was sent after it is dropped, so that the sender never waits for a writer that is gone.
+    """
+
+    def __init__(self, store: VectorStore, failed: FailedLedger, depth: int) -> None:
+        self.settled_end = 0
+        self._store = store
+        self._failed = failed
+        self._failures: list[tuple[AcceptedRow, str, str]] = []  # of the window that is not committed yet
+        self._error: BaseException | None = None
+        self._messages: queue.Queue[_Answers | _Commit | None] = queue.Queue(depth)
+        self._thread = threading.Thread(target=self._write, name="write")
+        self._thread.start()
+
+    def put(self, rows: Sequence[AcceptedRow], answers: Sequence[Record | Failure]) -> None:
+        """Hand over a batch's answers; waits while the queue is full. Raises the error that ended the writing."""
+        self._send(_Answers(rows, answers))
+
+    def commit(self, window: Window) -> None:
+        """Have everything put so far committed: it is all of ``window``, and a canary behind it has passed."""
+        self._send(_Commit(window))
+
+    def finish(self) -> ExtractionError | None:
+        """Wait until everything handed over is done; return the error that ended the writing. Idempotent."""
+        if self._thread.is_alive():
+            self._messages.put(None)
+            self._thread.join()
+        if self._error is not None and not isinstance(self._error, ExtractionError):
+            raise self._error
+        return self._error
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread.is_alive():
+            self._messages.put(None)
+            self._thread.join()
+
+    def _send(self, message: _Answers | _Commit) -> None:
+        if self._error is not None:
+            raise self._error
+        self._messages.put(message)
+
+    def _write(self) -> None:
+        while (message := self._messages.get()) is not None:
+            if self._error is not None:
+                continue
+            try:
+                self._take(message) if isinstance(message, _Answers) else self._settle(message.window)
+            except BaseException as error:  # handed to the sender, whatever it is
+                self._error = error
+
+    def _take(self, batch: _Answers) -> None:
+        answers = {answer.request_id: answer for answer in batch.answers}
+        if len(answers) != len(batch.answers) or answers.keys() != {row.item.request_id for row in batch.rows}:
+            raise LineageError(
+                "the answers of a batch are not those of its requests",
+                expected=f"{len(batch.rows)} answers: {sorted(row.item.request_id for row in batch.rows)[:5]} …",
+                found=f"{len(batch.answers)} answers: {sorted(answers)[:5]} …",
+                fix="this is a defect of the runtime: keep the input and report it",
+            )
+        for row in batch.rows:
+            answer = answers[row.item.request_id]
+            if isinstance(answer, Failure):
+                self._failures.append((row, answer.code, answer.reason))
+            else:
+                self._store.append(row.number, row.item, answer)
+
+    def _settle(self, window: Window) -> None:
+        failures, self._failures = self._failures, []
+        if failures:
+            self._failed.write(failures)  # before the commit: a settled row that is not stored must have its reason on disk
+        self._store.commit(window.end)
+        self.settled_end = window.end
