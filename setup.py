@@ -2,8 +2,10 @@
 
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
+
+ParallelCompile().install()  # one compiler a core
 
 setup(
     ext_modules=[
@@ -13,6 +15,7 @@ setup(
             include_dirs=["cpp"],
             depends=sorted(glob("cpp/*.h")),
             cxx_std=17,
+            extra_compile_args=["-O3"],
             libraries=["dl", "pthread"],
         )
     ]

@@ -127,8 +127,12 @@ class DeadlineExceeded(RunError):
     """The doorbell did not ring in time."""
 
 
+class OutOfMemory(RunError):
+    """Pinned or device memory was asked for that the machine does not have."""
+
+
 class PlanError(RunError):
-    """What came back is not what the batch's plan promised."""
+    """A batch cannot be packed as it is, or what came back is not what its plan promised."""
 
 
 class SessionClosed(RunError):
