@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tensorrt_llm_ext.checkpoint.fields import boolean, integer, number
+from tensorrt_llm_ext.checkpoint.fields import boolean, integer, names, number, settings
 from tensorrt_llm_ext.checkpoint.rope import Rope, rope_from_config
 from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
 
@@ -120,22 +120,22 @@ def architecture_from_config(config: dict[str, Any]) -> Architecture:
 
 
 def quantisation_of(config: dict[str, Any]) -> str | None:
-    """Name the quantisation scheme a config declares, for example ``gptq`` or ``modelopt FP8``; None for plain weights."""
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if not settings:
+    """Name the quantisation a config declares, for example ``gptq 4`` or ``modelopt FP8``; None for plain weights."""
+    declared = settings(config, "quantization_config") or settings(config, "compression_config")
+    if not declared:
         return None
-    method = settings.get("quant_method") or ("bitsandbytes" if settings.get("_load_in_4bit") else "unnamed")
-    scheme = settings.get("quant_algo") or settings.get("format") or settings.get("bits")
+    method = declared.get("quant_method") or ("bitsandbytes" if declared.get("_load_in_4bit") else "unnamed")
+    scheme = declared.get("quant_algo") or declared.get("format") or declared.get("bits")
     return f"{method} {scheme}" if scheme else str(method)
 
 
 def _family(config: dict) -> Family:
-    names = config.get("architectures") or []
-    if len(names) == 1 and names[0] in _ARCHITECTURES:
-        return _ARCHITECTURES[names[0]]
-    if not names and config.get("model_type") in _DEFAULTS:
-        return config["model_type"]
-    found = ", ".join(map(str, names)) or f"no 'architectures', model_type {config.get('model_type')!r}"
+    declared, model_type = names(config, "architectures"), config.get("model_type")
+    if len(declared) == 1 and declared[0] in _ARCHITECTURES:
+        return _ARCHITECTURES[declared[0]]
+    if not declared and model_type in list(_DEFAULTS):
+        return model_type
+    found = ", ".join(declared) or f"no 'architectures', model_type {model_type!r}"
     raise UnsupportedCheckpoint(
         f"the architecture is not served: {found}",
         expected=f"one of {', '.join(_ARCHITECTURES)}",
@@ -154,7 +154,7 @@ def _refuse_unserved_features(config: dict) -> None:
             fix="use the checkpoint it was quantised from, or a GGUF file",
         )
     activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):  # two names of one function
+    if activation not in ["silu", "swish"]:  # two names of one function
         raise UnsupportedCheckpoint(
             f"the activation '{activation}' is not served",
             expected="hidden_act 'silu'",
@@ -199,13 +199,13 @@ def _sliding_window(config: dict, family: Family, num_layers: int) -> int | None
     window = config.get("sliding_window", _DEFAULT_SLIDING_WINDOW)
     window = None if window is None else integer(config, "sliding_window", _DEFAULT_SLIDING_WINDOW)
     if family == "mistral":
-        types = config.get("layer_types") or []
+        types = names(config, "layer_types")
         if set(types) - {"full_attention" if window is None else "sliding_attention"}:
             raise _unserved_layers(types)
         return window
     window = window if boolean(config, "use_sliding_window", False) else None
-    types = config.get("layer_types")
-    if types is None:
+    types = names(config, "layer_types")
+    if not types:
         first = integer(config, "max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
         return window if first < num_layers else None
     if set(types) - {"full_attention", "sliding_attention"}:
@@ -220,10 +220,10 @@ def _sliding_window(config: dict, family: Family, num_layers: int) -> int | None
     return window if "sliding_attention" in types else None
 
 
-def _unserved_layers(types: list) -> UnsupportedCheckpoint:
+def _unserved_layers(types: list[str]) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(
         "these kinds of layers are not served",
         expected="full attention, or one sliding window for all layers",
-        found=f"layer_types {', '.join(sorted(set(map(str, types))))}",
+        found=f"layer_types {', '.join(sorted(set(types)))}",
         fix="use a checkpoint whose layers are all of one kind",
     )

@@ -40,7 +40,9 @@ def positive_numbers(fields: Mapping[str, Any], key: str, count: int) -> tuple[f
     """Read a list of exactly ``count`` finite numbers above zero."""
     value = _value(fields, key, None)
     if not isinstance(value, list) or len(value) != count:
-        raise _wrong(key, f"a list of {count} numbers", f"{len(value)} values" if isinstance(value, list) else repr(value))
+        raise _wrong(
+            key, f"a list of {count} numbers", f"{len(value)} values" if isinstance(value, list) else repr(value)
+        )
     return tuple(positive_number({key: item}, key) for item in value)
 
 
@@ -49,6 +51,22 @@ def boolean(fields: Mapping[str, Any], key: str, default: bool) -> bool:
     value = _value(fields, key, default)
     if not isinstance(value, bool):
         raise _wrong(key, "true or false", repr(value))
+    return value
+
+
+def names(fields: Mapping[str, Any], key: str, *, minimum: int = 0) -> list[str]:
+    """Read a list of at least ``minimum`` names. A missing or null field is an empty list."""
+    value = _value(fields, key, [])
+    if not isinstance(value, list) or len(value) < minimum or not all(isinstance(item, str) for item in value):
+        raise _wrong(key, "a list of names", repr(value)[:80])
+    return value
+
+
+def settings(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Read an object with fields of its own. A missing or null field is an empty object."""
+    value = _value(fields, key, {})
+    if not isinstance(value, dict):
+        raise _wrong(key, "an object", repr(value))
     return value
 
 

@@ -19,10 +19,11 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, architecture_from_config
+from tensorrt_llm_ext.checkpoint.fields import integer
 from tensorrt_llm_ext.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from tensorrt_llm_ext.checkpoint.gguf_metadata import config_from_gguf
 from tensorrt_llm_ext.checkpoint.gguf_tokenizer import tokenizer_from_gguf
-from tensorrt_llm_ext.checkpoint.layout import HEAD, check_shape, decoder_shapes, missing_tensor
+from tensorrt_llm_ext.checkpoint.layout import HEAD, check_layers, check_shape, decoder_shapes, missing_tensor
 from tensorrt_llm_ext.checkpoint.protocol import TensorInfo
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
@@ -86,7 +87,7 @@ class GgufCheckpoint:
         return tokenizer_from_gguf(self._file)
 
     def fingerprint(self) -> str:
-        """Hash the whole file once (the object remembers it) together with the architecture; its path does not count."""
+        """Hash the whole file once (the object remembers it), with the architecture; its path does not count."""
         if self._fingerprint is None:
             weights = [file_fingerprint(self._file.path)]
             self._fingerprint = fingerprint({"architecture": self.architecture.to_dict(), "weights": weights})
@@ -126,13 +127,14 @@ def architecture_from_gguf(file: GgufFile) -> Architecture:
         has_qkv_bias=has("attn_q"),
         has_o_bias=has("attn_output"),
         has_mlp_bias=has("ffn_gate"),
-        sliding_window=int(file.metadata.get(f"{architecture.family}.attention.sliding_window") or 0) or None,
+        sliding_window=integer(file.metadata, f"{architecture.family}.attention.sliding_window", 0, minimum=0) or None,
     )
 
 
 def _decoder_tensors(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
     """Find every tensor of the decoder, and the head if there is one, by Hugging Face's name; refuse what is wrong."""
     found = {_hf_name(file.path, name): tensor for name, tensor in file.tensors.items() if name not in _NOT_WEIGHTS}
+    check_layers(architecture, found, file.path)
     shapes = decoder_shapes(architecture)
     if HEAD in found:
         shapes[HEAD] = (architecture.vocab_size, architecture.hidden_size)

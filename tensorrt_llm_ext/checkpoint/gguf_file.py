@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 
+from tensorrt_llm_ext.checkpoint.fields import integer
 from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
 
 _VERSIONS = (2, 3)
@@ -66,7 +67,7 @@ def read_gguf(path: Path) -> GgufFile:
         num_tensors, num_fields = cursor.scalar("<u8"), cursor.scalar("<u8")
         metadata = {cursor.string(): cursor.value(cursor.scalar("<u4")) for _ in range(num_fields)}
         entries = [_entry(cursor) for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        alignment = integer(metadata, "general.alignment", GGUF_DEFAULT_ALIGNMENT)
         start = math.ceil(file.tell() / alignment) * alignment
     tensors = {name: _tensor(cursor, name, shape, kind, start + offset) for name, shape, kind, offset in entries}
     return GgufFile(path, metadata, tensors)

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
+from tensorrt_llm_ext.checkpoint.fields import boolean, integer, number, positive_number
 from tensorrt_llm_ext.checkpoint.gguf_file import GgufFile
-from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
+from tensorrt_llm_ext.errors import UnsupportedCheckpoint
 
 ROPE_FACTORS = "rope_freqs.weight"
 """llama.cpp's form of a llama3 rope: a float32 tensor of what each inverse frequency is divided by."""
@@ -21,18 +23,18 @@ _SIZES = {
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 
 # What a decoder of these families may say about itself. Any other field that is set may change the numbers.
 _KNOWN_FIELDS = {
-    *_SIZES.values(), "attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size",
-    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
+    *_SIZES.values(), "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "attention.sliding_window", "attention.causal",
     "pooling_type", "tensor_data_layout",
 }  # fmt: skip
 
+_DEFAULT_THETA = 10_000.0
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # Llama 3.1, 3.2 and 3.3 differ in the factor alone
 _ROPE_FACTOR_TOLERANCE = 1e-5  # relative; the tensor is float32, and converters differ in the last bits
 
@@ -47,31 +49,21 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     _refuse_other_files(file, name)
     fields = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     _refuse_unknown_fields(file, name, fields)
-    config = {hf: _required(file, name, fields, key) for hf, key in _SIZES.items()}
-    head_dim = fields.get("attention.key_length") or config["hidden_size"] // config["num_attention_heads"]
+    sizes = {hf: integer(fields, key) for hf, key in _SIZES.items()}
+    head_dim = integer(fields, "attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
     _refuse_uneven_heads(fields, head_dim)
     embedding = file.tensors.get("token_embd.weight")
-    return config | {
+    return sizes | {
         "architectures": [_ARCHITECTURES[name]],
-        "num_key_value_heads": fields.get("attention.head_count_kv", config["num_attention_heads"]),
+        "num_key_value_heads": integer(fields, "attention.head_count_kv", sizes["num_attention_heads"]),
         "head_dim": head_dim,
-        "vocab_size": embedding.shape[0] if embedding else _required(file, name, fields, "vocab_size"),
+        "vocab_size": embedding.shape[0] if embedding else integer(fields, "vocab_size"),
+        "rms_norm_eps": number(fields, "attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "is_causal": bool(fields.get("attention.causal", True)),
-        "rope_theta": fields.get("rope.freq_base", 10_000.0),
+        "is_causal": boolean(fields, "attention.causal", True),
+        "rope_theta": positive_number(fields, "rope.freq_base", _DEFAULT_THETA),
         "rope_scaling": _rope_scaling(file, fields, head_dim),
     }
-
-
-def _required(file: GgufFile, name: str, fields: dict, key: str) -> Any:
-    if key not in fields:
-        raise DamagedCheckpoint(
-            f"'{file.path}' lacks a field of its metadata",
-            expected=f"'{name}.{key}'",
-            found=f"{len(file.metadata)} other fields",
-            fix="convert the model again with a current llama.cpp",
-        )
-    return fields[key]
 
 
 def _refuse_other_files(file: GgufFile, name: str | None) -> None:
@@ -100,8 +92,8 @@ def _refuse_unknown_fields(file: GgufFile, name: str, fields: dict) -> None:
 
 
 def _refuse_uneven_heads(fields: dict, head_dim: int) -> None:
-    sizes = {key: fields.get(key, head_dim) for key in ("attention.value_length", "rope.dimension_count")}
-    for key, size in sizes.items():
+    for key in ("attention.value_length", "rope.dimension_count"):
+        size = integer(fields, key, head_dim)
         if size != head_dim:
             raise UnsupportedCheckpoint(
                 "heads whose keys, values and rotation differ in size are not served",
@@ -114,30 +106,37 @@ def _refuse_uneven_heads(fields: dict, head_dim: int) -> None:
 def _rope_scaling(file: GgufFile, fields: dict, head_dim: int) -> dict[str, Any] | None:
     """Translate the rope settings. llama.cpp's yarn multiplies the paper's attention factor by ``attn_factor``."""
     kind = fields.get("rope.scaling.type", "none")
-    if ROPE_FACTORS in file.tensors:
-        return _llama3(file, fields.get("rope.freq_base", 10_000.0), head_dim)
+    has_factors = ROPE_FACTORS in file.tensors
     if kind == "none":
-        return None
+        return _llama3(file, fields.get("rope.freq_base", _DEFAULT_THETA), head_dim) if has_factors else None
     factor = fields.get("rope.scaling.factor")
-    if kind == "linear":
+    if kind == "linear" and not has_factors:
         return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn" or has_factors:
+        raise UnsupportedCheckpoint(
+            f"the rope type '{kind}' is not served from a GGUF file",
+            expected="none, linear or yarn, or a llama3 rope",
+            found=f"rope.scaling.type '{kind}'" + (f" and the tensor '{ROPE_FACTORS}'" if has_factors else ""),
+            fix="use the model's Hugging Face checkpoint",
+        )
     settings = {
-        "rope_type": kind,  # what is not known is refused by this name
+        "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": fields.get("rope.scaling.original_context_length"),
         "beta_fast": fields.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": fields.get("rope.scaling.yarn_beta_slow"),
     }
-    scale = fields.get("rope.scaling.attn_factor", 1.0)
-    if scale != 1.0 and factor:
-        settings["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
+    scale = positive_number(fields, "rope.scaling.attn_factor", 1.0)
+    if scale != 1.0:
+        settings["attention_factor"] = scale * (0.1 * math.log(positive_number(fields, "rope.scaling.factor")) + 1.0)
     return settings
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Recognise the llama3 rope whose factors the file holds. Raises UnsupportedCheckpoint for any other factors."""
     stored = file.tensors[ROPE_FACTORS]
-    factors = np.fromfile(file.path, "<f4", stored.length // 4, offset=stored.offset).astype(np.float64)
+    count = stored.length // 4 if stored.type == GGMLQuantizationType.F32 else 0
+    factors = np.fromfile(file.path, "<f4", count, offset=stored.offset).astype(np.float64)
     factor = float(factors.max(initial=1.0))
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((_LLAMA3_ORIGINAL / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0, 1)

@@ -15,11 +15,17 @@ import tokenizers
 from gguf import TokenType
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from tensorrt_llm_ext.checkpoint.fields import integer, names
 from tensorrt_llm_ext.checkpoint.gguf_file import GgufFile
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
 
-_SPECIAL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
 
 # The split of Llama 3 and of Qwen2, which differ in how many digits stay together.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -76,11 +82,12 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         if key.startswith("tokenizer.ggml.")
     }
     vocab = _vocabulary(file, fields)
+    special_tokens = _special_tokens(file, fields)
     kind = fields.get("model")
     if kind == "gpt2":
         rust, add_bos = _byte_level(file, fields, vocab)
     elif kind == "llama":
-        rust, add_bos = _sentencepiece(file, fields, vocab), True
+        rust, add_bos = _sentencepiece(file, fields, vocab, special_tokens.get("unk_token")), True
     else:
         raise UnsupportedCheckpoint(
             f"the kind of tokenizer in '{file.path}' is not served",
@@ -88,24 +95,30 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
             found=f"'{kind}'",
             fix="use the model's Hugging Face checkpoint",
         )
-    special_tokens = _special_tokens(file, fields)
     _add_tokens(rust, fields)
-    _set_post_processor(rust, fields, special_tokens, add_bos)
+    _set_post_processor(file, rust, fields, special_tokens, add_bos)
     template = file.metadata.get("tokenizer.chat_template")
     return Tokenizer(rust, special_tokens=special_tokens, template=template)
 
 
 def _vocabulary(file: GgufFile, fields: dict[str, Any]) -> dict[str, int]:
-    """Number the tokens; unused entries, which pad the vocabulary to a round size, stand for no text and are left out."""
-    tokens, types = fields.get("tokens"), fields.get("token_type")
-    if not isinstance(tokens, list) or types is None or len(types) != len(tokens):
-        raise _contradiction(file, "as many token types as tokens", f"{_count(tokens)} tokens, {_count(types)} types")
+    """Number the tokens; unused entries, which pad the vocabulary to a round size, are left out."""
+    tokens = names(fields, "tokens", minimum=1)
+    types = _one_per_token(file, fields, "token_type")
     used = [(token, i) for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != TokenType.UNUSED]
     vocab = dict(used)
     if len(vocab) != len(used):
         twice = next(token for token, i in used if vocab[token] != i)
         raise _contradiction(file, "each token once", f"the token '{twice}' twice")
     return vocab
+
+
+def _one_per_token(file: GgufFile, fields: dict[str, Any], key: str) -> np.ndarray:
+    values = fields.get(key, np.empty(0))
+    if not isinstance(values, np.ndarray) or len(values) != len(fields["tokens"]):
+        found = f"{len(values)} of them" if isinstance(values, np.ndarray) else repr(values)[:40]
+        raise _contradiction(file, f"one {key} for each of {len(fields['tokens'])} tokens", found)
+    return values
 
 
 def _byte_level(file: GgufFile, fields: dict[str, Any], vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
@@ -118,7 +131,7 @@ def _byte_level(file: GgufFile, fields: dict[str, Any], vocab: dict[str, int]) -
             found=f"'{fields['pre']}'" if "pre" in fields else "no tokenizer.ggml.pre",
             fix="use the model's Hugging Face checkpoint, or convert it again with a current llama.cpp",
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", [])]
+    merges = [tuple(merge.split(" ", 1)) for merge in names(fields, "merges")]
     rust = _model(file, vocab=vocab, merges=merges, ignore_merges=kind.ignore_merges)
     if kind.normalizer:
         rust.normalizer = kind.normalizer()
@@ -127,19 +140,20 @@ def _byte_level(file: GgufFile, fields: dict[str, Any], vocab: dict[str, int]) -
     return rust, kind.add_bos
 
 
-def _sentencepiece(file: GgufFile, fields: dict[str, Any], vocab: dict[str, int]) -> tokenizers.Tokenizer:
+def _sentencepiece(
+    file: GgufFile, fields: dict[str, Any], vocab: dict[str, int], unknown: str | None
+) -> tokenizers.Tokenizer:
     """SentencePiece BPE with byte fallback (Llama 2, Mistral): a space is U+2581, and one is put before each text."""
-    scores = fields.get("scores")
-    if scores is None or len(scores) != len(fields["tokens"]):
-        raise _contradiction(file, "as many scores as tokens", f"{_count(scores)} scores")
-    unknown = fields["tokens"][int(fields.get("unknown_token_id", 0))]
+    scores = _one_per_token(file, fields, "scores")
     merges = _merges_by_score(vocab, scores, fields["token_type"])
     rust = _model(file, vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     has_prefix = bool(fields.get("add_space_prefix", True))
     prefix = [normalizers.Prepend("\u2581")] if has_prefix else []
     rust.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    rust.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return rust
 
 
@@ -148,8 +162,9 @@ def _merges_by_score(vocab: dict[str, int], scores: np.ndarray, types: np.ndarra
     pairs = []
     for token, i in vocab.items():
         if types[i] in (TokenType.NORMAL, TokenType.USER_DEFINED):
-            parts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-            pairs += [(-scores[i], i, vocab[left], vocab[right]) for left, right in parts if left in vocab and right in vocab]
+            for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token))):
+                if left in vocab and right in vocab:
+                    pairs.append((-scores[i], i, vocab[left], vocab[right]))
     names = {i: token for token, i in vocab.items()}
     return [(names[left], names[right]) for _, _, left, right in sorted(pairs)]
 
@@ -162,9 +177,9 @@ def _model(file: GgufFile, **settings: Any) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(file: GgufFile, fields: dict[str, Any]) -> dict[str, str]:
-    named = {name: int(fields[key]) for name, key in _SPECIAL.items() if key in fields}
+    named = {name: integer(fields, key, minimum=0) for name, key in _SPECIAL.items() if key in fields}
     for name, i in named.items():
-        if not 0 <= i < len(fields["tokens"]):
+        if i >= len(fields["tokens"]):
             raise _contradiction(file, f"a {name} among {len(fields['tokens'])} tokens", f"token id {i}")
     return {name: fields["tokens"][i] for name, i in named.items()}
 
@@ -177,22 +192,21 @@ def _add_tokens(rust: tokenizers.Tokenizer, fields: dict[str, Any]) -> None:
 
 
 def _set_post_processor(
-    rust: tokenizers.Tokenizer, fields: dict[str, Any], special_tokens: dict[str, str], add_bos: bool
+    file: GgufFile, rust: tokenizers.Tokenizer, fields: dict[str, Any], special_tokens: dict[str, str], add_bos: bool
 ) -> None:
-    wanted = {
-        "bos_token": bool(fields.get("add_bos_token", add_bos)),
-        "eos_token": bool(fields.get("add_eos_token", False)),
-    }
-    added = {name: special_tokens[name] for name, is_wanted in wanted.items() if is_wanted and name in special_tokens}
-    if added:
-        rust.post_processor = processors.TemplateProcessing(
-            single=[*([added["bos_token"]] if "bos_token" in added else []), "$A", *([added["eos_token"]] if "eos_token" in added else [])],
-            special_tokens=[(token, rust.token_to_id(token)) for token in added.values()],
-        )
+    """Add BOS and EOS as the file says; ``add_bos`` is for a file that does not."""
 
+    def added(name: str, is_default: bool) -> list[str]:
+        if not bool(fields.get(f"add_{name}", is_default)):
+            return []
+        if name not in special_tokens:
+            raise _contradiction(file, f"a {_SPECIAL[name]}, since {name} is added to every text", "none")
+        return [special_tokens[name]]
 
-def _count(values: Any) -> int:
-    return 0 if values is None else len(values)
+    bos, eos = added("bos_token", add_bos), added("eos_token", False)
+    if bos or eos:
+        ids = [(token, rust.token_to_id(token)) for token in dict.fromkeys(bos + eos)]
+        rust.post_processor = processors.TemplateProcessing(single=[*bos, "$A", *eos], special_tokens=ids)
 
 
 def _contradiction(file: GgufFile, expected: object, found: object) -> DamagedCheckpoint:

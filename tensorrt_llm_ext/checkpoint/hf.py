@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, architecture_from_config
-from tensorrt_llm_ext.checkpoint.layout import HEAD, check_shape, decoder_shapes, missing_tensor
+from tensorrt_llm_ext.checkpoint.layout import HEAD, check_layers, check_shape, decoder_shapes, missing_tensor
 from tensorrt_llm_ext.checkpoint.protocol import TensorInfo
 from tensorrt_llm_ext.checkpoint.safetensors_file import StoredTensor, stored_tensors
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class HfCheckpoint:
         return Tokenizer.load(self.path)
 
     def fingerprint(self) -> str:
-        """Hash every weight file once (the object remembers it) together with the architecture; paths do not count."""
+        """Hash every weight file once (the object remembers it), with the architecture; paths do not count."""
         if self._fingerprint is None:
             hashes = sorted(file_fingerprint(file) for file in self._files)
             self._fingerprint = fingerprint({"architecture": self.architecture.to_dict(), "weights": hashes})
@@ -108,7 +108,9 @@ def _json(path: Path) -> dict[str, Any]:
             f"'{path}' is missing", expected=f"the file {path.name}", found="no such file", fix=_COPY_AGAIN
         ) from error
     except ValueError as error:
-        raise DamagedCheckpoint(f"'{path}' is damaged", expected="a JSON object", found=error, fix=_COPY_AGAIN) from error
+        raise DamagedCheckpoint(
+            f"'{path}' is damaged", expected="a JSON object", found=error, fix=_COPY_AGAIN
+        ) from error
     return value
 
 
@@ -136,7 +138,9 @@ def _weight_files(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     if single.exists():
         return {single.resolve(): stored_tensors(single.resolve())}
     if not index.exists():
-        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt", ".pth", ".gguf"))
+        others = sorted(
+            p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt", ".pth", ".gguf")
+        )
         raise UnsupportedCheckpoint(
             f"'{folder}' has no weights in a form that is served",
             expected=f"{SINGLE}, or shards with {INDEX}",
@@ -146,7 +150,10 @@ def _weight_files(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     shard_of = _json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
         raise DamagedCheckpoint(
-            f"'{index}' has no weight_map", expected="tensor names and their shards", found=repr(shard_of), fix=_COPY_AGAIN
+            f"'{index}' has no weight_map",
+            expected="tensor names and their shards",
+            found=repr(shard_of),
+            fix=_COPY_AGAIN,
         )
     return _shards(folder, shard_of)
 
@@ -177,7 +184,7 @@ def _shards(folder: Path, shard_of: dict[str, str]) -> dict[Path, dict[str, Stor
 def _decoder_tensors(
     folder: Path, files: dict[Path, dict[str, StoredTensor]], architecture: Architecture
 ) -> dict[str, StoredTensor]:
-    """Find every tensor of the decoder, and the head if it is one of its own, by canonical name; refuse what is wrong."""
+    """Find every tensor of the decoder, and the head if it is untied, by canonical name; refuse what is wrong."""
     found: dict[str, StoredTensor] = {}
     for file, tensors in files.items():
         for name in tensors.keys() & found.keys():
@@ -190,6 +197,7 @@ def _decoder_tensors(
         found |= tensors
     if "embed_tokens.weight" in found:  # saved from the bare model, without its head
         found = {f"model.{name}": tensor for name, tensor in found.items()}
+    check_layers(architecture, found, folder)
     shapes = decoder_shapes(architecture)
     _refuse_unexpected(folder, found, shapes, architecture)
     if HEAD in found and not architecture.is_tied:

@@ -20,6 +20,17 @@ def decoder_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (a.hidden_size,)}
 
 
+def check_layers(architecture: Architecture, found: Collection[str], path: Path) -> None:
+    """Raise DamagedCheckpoint when there are fewer tensors than layers: a damaged number, not worth a list of names."""
+    if architecture.num_layers > len(found):
+        raise DamagedCheckpoint(
+            f"'{path}' cannot hold as many layers as its config says",
+            expected=f"tensors for {architecture.num_layers} layers",
+            found=f"{len(found)} tensors",
+            fix="check that the config belongs to these weights, and that every file of the checkpoint is there",
+        )
+
+
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...], file: Path) -> None:
     """Raise DamagedCheckpoint when a stored tensor has another shape than the architecture gives it."""
     if found != expected:
@@ -36,7 +47,7 @@ def missing_tensor(path: Path, name: str, known: Collection[str]) -> DamagedChec
     return DamagedCheckpoint(
         f"'{path}' has no tensor '{name}'",
         expected=f"a tensor '{name}'",
-        found=nearest_name(name, known) if known else "no tensors",
+        found=nearest_name(name, known),
         fix="check that the config belongs to these weights, and that every file of the checkpoint is there",
     )
 

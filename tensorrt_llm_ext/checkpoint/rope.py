@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from tensorrt_llm_ext.checkpoint.fields import boolean, integer, number, positive_number, positive_numbers
-from tensorrt_llm_ext.errors import UnsupportedCheckpoint, nearest_name
+from tensorrt_llm_ext.checkpoint.fields import boolean, integer, number, positive_number, positive_numbers, settings
+from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint, nearest_name
 
 if TYPE_CHECKING:
     from tensorrt_llm_ext.checkpoint.architecture import Architecture
@@ -53,22 +53,22 @@ def rope_from_config(config: dict, *, head_dim: int, max_positions: int) -> Rope
     Raises UnsupportedCheckpoint for a type or setting that is not served, DamagedCheckpoint for a missing or
     impossible value.
     """
-    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    _refuse_unserved_settings(settings, config)
-    rope_type = settings.get("rope_type", settings.get("type", "default"))
-    if rope_type not in get_args(RopeType):
+    scaling = settings(config, "rope_scaling") or settings(config, "rope_parameters")
+    _refuse_unserved_settings(scaling, config)
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in list(get_args(RopeType)):
         raise UnsupportedCheckpoint(
             f"the rope type '{rope_type}' is not served",
             expected=f"one of {', '.join(get_args(RopeType))}",
             found=f"rope type '{rope_type}'",
             fix="use a checkpoint with one of these rope types",
         )
-    theta = positive_number(config | settings, "rope_theta", _DEFAULT_THETA)
+    theta = positive_number(config | scaling, "rope_theta", _DEFAULT_THETA)
     original = max_positions
     if rope_type in ("llama3", "yarn", "longrope"):  # the others scale from max_position_embeddings
         # Here, unlike rope_theta, the config's own field wins.
-        original = integer(settings | config, "original_max_position_embeddings", max_positions)
-    parameters = _parameters(rope_type, settings, original, max_positions, head_dim)
+        original = integer(scaling | config, "original_max_position_embeddings", max_positions, minimum=2)
+    parameters = _parameters(rope_type, scaling, original, max_positions, head_dim)
     return Rope(rope_type, theta, original, tuple(sorted(parameters.items())))
 
 
@@ -99,9 +99,9 @@ def _scaled(wave: np.ufunc, angles: np.ndarray, scaling: float) -> np.ndarray:
     return table
 
 
-def _refuse_unserved_settings(settings: dict, config: dict) -> None:
+def _refuse_unserved_settings(scaling: dict, config: dict) -> None:
     """Refuse what would change the numbers: rope per layer type, a partial rotation, a setting we do not know."""
-    per_layer = [key for key, value in settings.items() if isinstance(value, dict)]
+    per_layer = [key for key, value in scaling.items() if isinstance(value, dict)]
     if per_layer:
         raise UnsupportedCheckpoint(
             "rope settings per layer type are not served",
@@ -109,7 +109,7 @@ def _refuse_unserved_settings(settings: dict, config: dict) -> None:
             found=f"settings for {', '.join(per_layer)}",
             fix="use a checkpoint whose layers share one rope",
         )
-    partial = number(config | settings, "partial_rotary_factor", 1.0)
+    partial = number(config | scaling, "partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise UnsupportedCheckpoint(
             "a rotation of only a part of each head is not served",
@@ -117,48 +117,60 @@ def _refuse_unserved_settings(settings: dict, config: dict) -> None:
             found=f"partial_rotary_factor {partial}",
             fix="use a checkpoint that rotates whole heads",
         )
-    unknown = sorted(settings.keys() - _KNOWN_SETTINGS)
+    unknown = sorted(scaling.keys() - _KNOWN_SETTINGS)
     if unknown:
         raise UnsupportedCheckpoint(
             f"the rope setting '{unknown[0]}' is not known",
             expected=nearest_name(unknown[0], _KNOWN_SETTINGS),
-            found=f"'{unknown[0]}' = {settings[unknown[0]]!r}",
+            found=f"'{unknown[0]}' = {scaling[unknown[0]]!r}",
             fix="if no number depends on it, remove it from config.json",
         )
 
 
-def _parameters(rope_type: str, settings: dict, original: int, max_positions: int, head_dim: int) -> dict:
-    """Resolve the settings a scaled rope needs, as transformers does."""
+def _parameters(rope_type: str, scaling: dict, original: int, max_positions: int, head_dim: int) -> dict:
+    """Resolve the settings that a scaled rope needs, as transformers does."""
     if rope_type == "default":
         return {}
     if rope_type in ("linear", "dynamic"):
-        return {"factor": positive_number(settings, "factor")}
+        return {"factor": positive_number(scaling, "factor")}
     if rope_type == "llama3":
-        return {name: positive_number(settings, name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    factor = positive_number(settings, "factor", max_positions / original)
+        return _llama3_parameters(scaling)
+    factor = positive_number(scaling, "factor", max_positions / original)
     if rope_type == "yarn":
         return {
             "factor": factor,
-            "attention_factor": positive_number(settings, "attention_factor", _yarn_attention_factor(settings, factor)),
-            "beta_fast": number(settings, "beta_fast", 32.0) or 32.0,  # zero means unset, as in transformers
-            "beta_slow": number(settings, "beta_slow", 1.0) or 1.0,
-            "truncate": boolean(settings, "truncate", True),
+            "attention_factor": positive_number(scaling, "attention_factor", _yarn_attention_factor(scaling, factor)),
+            "beta_fast": number(scaling, "beta_fast", 32.0) or 32.0,  # zero means unset, as in transformers
+            "beta_slow": number(scaling, "beta_slow", 1.0) or 1.0,
+            "truncate": boolean(scaling, "truncate", True),
         }
-    scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
-        "attention_factor": positive_number(settings, "attention_factor", scaling),
-        "short_factor": positive_numbers(settings, "short_factor", head_dim // 2),
-        "long_factor": positive_numbers(settings, "long_factor", head_dim // 2),
+        "attention_factor": positive_number(scaling, "attention_factor", attention_factor),
+        "short_factor": positive_numbers(scaling, "short_factor", head_dim // 2),
+        "long_factor": positive_numbers(scaling, "long_factor", head_dim // 2),
     }
 
 
-def _yarn_attention_factor(settings: dict, factor: float) -> float:
+def _llama3_parameters(scaling: dict) -> dict:
+    parameters = {name: positive_number(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    if parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        raise DamagedCheckpoint(
+            "the wavelengths of a llama3 rope leave no room to interpolate",
+            expected="high_freq_factor above low_freq_factor",
+            found=f"{parameters['high_freq_factor']} and {parameters['low_freq_factor']}",
+            fix="restore config.json from where the checkpoint came from",
+        )
+    return parameters
+
+
+def _yarn_attention_factor(scaling: dict, factor: float) -> float:
     """YaRN, https://arxiv.org/abs/2309.00071, section 3.4, with DeepSeek's two scales where both are given."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    weight, weight_all_dim = number(settings, "mscale", 0.0), number(settings, "mscale_all_dim", 0.0)
+    weight, weight_all_dim = number(scaling, "mscale", 0.0), number(scaling, "mscale_all_dim", 0.0)
     return scale(weight) / scale(weight_all_dim) if weight and weight_all_dim else scale(1.0)
 
 
@@ -190,15 +202,17 @@ def _llama3(architecture: Architecture) -> tuple[np.ndarray, float]:
 
     Long wavelengths are divided by ``factor``, short ones kept, those between interpolated.
     """
-    settings = dict(architecture.rope.parameters)
-    factor, low, high = (np.float32(settings[n]) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+    parameters = dict(architecture.rope.parameters)
+    factor, low, high = (np.float32(parameters[n]) for n in ("factor", "low_freq_factor", "high_freq_factor"))
     original = architecture.rope.original_max_positions
     frequencies, _ = _default(architecture)
     wavelengths = np.float32(2 * math.pi) / frequencies
-    longest_kept = np.float32(original / settings["high_freq_factor"])
-    shortest_divided = np.float32(original / settings["low_freq_factor"])
+    longest_kept = np.float32(original / parameters["high_freq_factor"])
+    shortest_divided = np.float32(original / parameters["low_freq_factor"])
     scaled = np.where(wavelengths > shortest_divided, frequencies / factor, frequencies)
-    smooth = (np.float32(original) / wavelengths - low) / np.float32(settings["high_freq_factor"] - settings["low_freq_factor"])
+    smooth = (np.float32(original) / wavelengths - low) / np.float32(
+        parameters["high_freq_factor"] - parameters["low_freq_factor"]
+    )
     smoothed = (np.float32(1) - smooth) * scaled / factor + smooth * scaled
     between = ~(wavelengths < longest_kept) & ~(wavelengths > shortest_divided)
     return np.where(between, smoothed, scaled), 1.0
@@ -210,29 +224,29 @@ def _yarn(architecture: Architecture) -> tuple[np.ndarray, float]:
     Dimensions that turn more than ``beta_fast`` times within the original length are kept, those that turn less than
     ``beta_slow`` times are interpolated, with a linear ramp between.
     """
-    settings, dim, theta = dict(architecture.rope.parameters), architecture.head_dim, architecture.rope.theta
+    parameters, dim, theta = dict(architecture.rope.parameters), architecture.head_dim, architecture.rope.theta
     periods = _period_powers(theta, dim)
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(architecture.rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = dimension_of(settings["beta_fast"]), dimension_of(settings["beta_slow"])
-    if settings["truncate"]:
+    first, last = dimension_of(parameters["beta_fast"]), dimension_of(parameters["beta_slow"])
+    if parameters["truncate"]:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     width = last - first if last != first else 0.001
     ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width)
     kept = np.float32(1) - np.clip(ramp, 0, 1)
-    extrapolated, interpolated = np.float32(1) / periods, np.float32(1) / (np.float32(settings["factor"]) * periods)
-    return interpolated * (np.float32(1) - kept) + extrapolated * kept, settings["attention_factor"]
+    extrapolated, interpolated = np.float32(1) / periods, np.float32(1) / (np.float32(parameters["factor"]) * periods)
+    return interpolated * (np.float32(1) - kept) + extrapolated * kept, parameters["attention_factor"]
 
 
 def _longrope(architecture: Architecture) -> tuple[np.ndarray, float]:
     """LongRoPE, https://arxiv.org/abs/2402.13753, within the original maximum; ``_compute_longrope_parameters``."""
-    settings = dict(architecture.rope.parameters)
-    short = np.array(settings["short_factor"], dtype=np.float32)
+    parameters = dict(architecture.rope.parameters)
+    short = np.array(parameters["short_factor"], dtype=np.float32)
     periods = _period_powers(architecture.rope.theta, architecture.head_dim)
-    return np.float32(1) / (short * periods), settings["attention_factor"]
+    return np.float32(1) / (short * periods), parameters["attention_factor"]
 
 
 _FREQUENCIES = {

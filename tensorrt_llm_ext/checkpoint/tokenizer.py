@@ -29,7 +29,12 @@ class Tokenizer:
     """A tokenizer with its special tokens and its chat template."""
 
     def __init__(
-        self, rust: tokenizers.Tokenizer, *, special_tokens: dict[str, str], template: str | None, options: dict | None = None
+        self,
+        rust: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str],
+        template: str | None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         rust.no_truncation()
         rust.no_padding()
@@ -64,8 +69,9 @@ class Tokenizer:
         }
         if self._template is not None:
             config["chat_template"] = self._template
-        (folder / "tokenizer.json").write_text(self._rust.to_str(), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+        texts = (self._rust.to_str(), json.dumps(config, indent=2, ensure_ascii=False))
+        for name, text in zip(FILES, texts, strict=True):
+            (folder / name).write_text(text, encoding="utf-8")
 
     def encode_batch(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         """Turn each text into its token ids, int32 ``[tokens]``.
@@ -172,7 +178,9 @@ def _json(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"a {type(value).__name__}")
     except ValueError as error:
-        raise DamagedCheckpoint(f"'{path}' is damaged", expected="a JSON object", found=error, fix=_COPY_AGAIN) from error
+        raise DamagedCheckpoint(
+            f"'{path}' is damaged", expected="a JSON object", found=error, fix=_COPY_AGAIN
+        ) from error
     return value
 
 
@@ -187,7 +195,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(rust: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """Add what tokenizer_config.json names and tokenizer.json lacks, in the order and with the ids transformers gives."""
+    """Add what tokenizer_config.json names and tokenizer.json lacks, with the ids that transformers gives."""
     known = {repr(token) for token in rust.get_added_tokens_decoder().values()}
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     added = [tokenizers.AddedToken(**token) for _, token in declared]
@@ -203,8 +211,8 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    return template
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    return template.get("default") if isinstance(template, dict) else template
 
 
 def _refuse_texts(texts: Sequence[str]) -> None:

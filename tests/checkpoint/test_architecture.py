@@ -6,10 +6,12 @@ import math
 
 import pytest
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tensorrt_llm_ext.checkpoint import Architecture, architecture_from_config
 from tensorrt_llm_ext.checkpoint.architecture import quantisation_of
-from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
+from tensorrt_llm_ext.errors import CheckpointError, DamagedCheckpoint, UnsupportedCheckpoint
 
 SIZES = {
     "vocab_size": 263,
@@ -193,3 +195,32 @@ def test_a_number_that_is_not_finite_is_damage(key):
 def test_a_config_that_contradicts_itself_is_damage(family, fields, words):
     with pytest.raises(DamagedCheckpoint, match=words):
         architecture_from_config(config_of(family, **fields))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**40) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = [*SIZES, "architectures", "model_type", "head_dim", "num_key_value_heads", "max_position_embeddings"]
+FIELDS += ["rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "is_causal"]
+FIELDS += ["rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"]
+FIELDS += ["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "quantization_config"]
+ROPE = ["type", "rope_type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "mscale", "mscale_all_dim"]
+ROPE += ["attention_factor", "short_factor", "truncate", "original_max_position_embeddings", "rope_theta"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    family=st.sampled_from(list(CLASSES)),
+    fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
+    rope=st.dictionaries(st.sampled_from(ROPE), JSON, max_size=3),
+    rope_type=st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"]),
+)
+def test_any_config_is_read_or_refused_as_a_checkpoint(family, fields, rope, rope_type):
+    rope = {"rope_type": rope_type, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **rope}
+    try:
+        architecture = architecture_from_config({**config_of(family), "rope_parameters": rope, **fields})
+    except CheckpointError:
+        return
+    json.dumps(architecture.to_dict(), allow_nan=False)

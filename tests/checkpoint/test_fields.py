@@ -4,13 +4,22 @@ import math
 
 import pytest
 
-from tensorrt_llm_ext.checkpoint.fields import boolean, integer, number, positive_number, positive_numbers
+from tensorrt_llm_ext.checkpoint.fields import (
+    boolean,
+    integer,
+    names,
+    number,
+    positive_number,
+    positive_numbers,
+    settings,
+)
 from tensorrt_llm_ext.errors import DamagedCheckpoint
 
 
 def test_missing_and_null_fields_take_the_default():
     assert integer({}, "n", 3) == integer({"n": None}, "n", 3) == 3
     assert boolean({"b": None}, "b", True) is True
+    assert names({"n": None}, "n") == [] and settings({}, "s") == {}
 
 
 def test_numbers_come_as_float_and_sizes_as_int():
@@ -36,6 +45,9 @@ def test_numbers_come_as_float_and_sizes_as_int():
         (lambda f, k: positive_numbers(f, k, 2), 1.0, "a list of 2 numbers"),
         (lambda f, k: positive_numbers(f, k, 2), [1.0, math.nan], "a finite number"),
         (lambda f, k: boolean(f, k, False), "true", "true or false"),
+        (names, "a", "a list of names"),
+        (names, [1], "a list of names"),
+        (settings, [], "an object"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_refused_by_the_name_of_its_field(read, value, expected):

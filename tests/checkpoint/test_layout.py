@@ -9,7 +9,11 @@ from tensorrt_llm_ext.checkpoint.layout import HEAD, decoder_shapes
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    [*((family, {}) for family in FAMILIES), ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})],
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+    ],
 )
 def test_the_layout_is_that_of_transformers(family, fields):
     model = tiny_model(family, **fields)

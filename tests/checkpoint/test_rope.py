@@ -40,7 +40,9 @@ SETTINGS = {
         "max_position_embeddings": 131072,
         "rope_scaling": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
     },
-    "llama3, short original": {"rope_parameters": {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": 512}},
+    "llama3, short original": {
+        "rope_parameters": {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": 512}
+    },
     "yarn": {"rope_theta": 1e6, "head_dim": 128, "rope_scaling": YARN},
     "yarn, DeepSeek's scales": {
         "rope_scaling": {**YARN, "factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 2}
@@ -153,3 +155,9 @@ def test_an_unknown_setting_is_answered_with_the_nearest_known_name():
 def test_a_missing_or_impossible_setting_is_damage(settings, key):
     with pytest.raises(DamagedCheckpoint, match=f"the field '{key}' cannot be used"):
         architecture_from_config(config_of(settings))
+
+
+def test_a_llama3_rope_without_room_between_its_wavelengths_is_damage():
+    with pytest.raises(DamagedCheckpoint, match="leave no room to interpolate") as error:
+        architecture_from_config(config_of({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}))
+    assert error.value.found == "1.0 and 1.0"

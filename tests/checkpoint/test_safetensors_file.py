@@ -5,10 +5,12 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tensorrt_llm_ext.checkpoint.safetensors_file import stored_tensors
-from tensorrt_llm_ext.errors import DamagedCheckpoint
+from tensorrt_llm_ext.errors import CheckpointError, DamagedCheckpoint
 
 
 def written(path, header, data=b""):
@@ -52,7 +54,9 @@ def test_a_header_that_is_not_a_json_object_is_damage(tmp_path, header):
         stored_tensors(written(tmp_path / "x", header))
 
 
-@pytest.mark.parametrize("entry", [{"dtype": "F32", "shape": [1]}, {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, 3])
+@pytest.mark.parametrize(
+    "entry", [{"dtype": "F32", "shape": [1]}, {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, 3]
+)
 def test_an_entry_without_its_fields_is_damage(tmp_path, entry):
     with pytest.raises(DamagedCheckpoint, match="does not describe the tensor 'a'"):
         stored_tensors(written(tmp_path / "x", {"a": entry}, b"\0" * 4))
@@ -61,4 +65,20 @@ def test_an_entry_without_its_fields_is_damage(tmp_path, entry):
 @pytest.mark.parametrize("offsets", [[0, 8], [-4, 0]])
 def test_an_entry_that_contradicts_itself_is_damage(tmp_path, offsets):
     with pytest.raises(DamagedCheckpoint, match="contradicts itself about the tensor 'a'"):
-        stored_tensors(written(tmp_path / "x", {"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}, b"\0" * 8))
+        stored_tensors(
+            written(tmp_path / "x", {"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}, b"\0" * 8)
+        )
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.integers(0, 79), byte=st.integers(0, 255))
+def test_any_damaged_byte_of_the_header_is_read_or_refused_as_a_checkpoint(tmp_path_factory, place, byte):
+    path = tmp_path_factory.mktemp("damaged") / "x.safetensors"
+    save_file({"a": np.arange(4, dtype=np.float16)}, path)
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] = byte
+    path.write_bytes(content)
+    try:
+        stored_tensors(path)
+    except CheckpointError:
+        return
