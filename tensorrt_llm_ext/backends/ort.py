@@ -116,6 +116,7 @@ class OrtEngine:
 def _session_options(num_threads: int | None) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _SILENT
+    options.enable_mem_pattern = False  # it keeps a plan for every shape ever seen, and every batch has its own shape
     if num_threads is not None:
         options.intra_op_num_threads = num_threads
     return options

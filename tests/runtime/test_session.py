@@ -1,12 +1,16 @@
 """Work items go in, records come out: right, complete, independent of the batch, whatever becomes of tickets."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
+import toy_engines
 from toy_engines import ALL, LAST, MEAN, NAN_TOKEN, VOCAB_SIZE, Toy, random_items, reference, work_item, write_engine
 
 import tensorrt_llm_ext
@@ -377,3 +381,14 @@ def test_the_largest_batches_of_the_limits_fit_their_slots(session):
         items = [work_item(str(i), rng.integers(0, VOCAB_SIZE - 1, size=n)) for i, n in enumerate(lengths)]
         for record, item in zip(session.submit(items).wait(), items, strict=True):
             assert_right(record, item)
+
+
+def test_a_process_that_forgets_to_close_ends_cleanly(engine_path):
+    script = (
+        "import sys; from toy_engines import random_items; from tensorrt_llm_ext.runtime import Session\n"
+        "session = Session.open(sys.argv[1]); ticket = session.submit(random_items(20)); print('submitted')"
+    )
+    folder = str(Path(toy_engines.__file__).parent)
+    command = [sys.executable, "-c", script, str(engine_path)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "submitted\n", "")
