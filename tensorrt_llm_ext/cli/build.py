@@ -13,7 +13,7 @@ from tensorrt_llm_ext.cli import verb
 
 @verb
 @click.argument("recipe", required=False)
-@click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="Hugging Face folder or GGUF file.")
+@click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="A Hugging Face folder or a GGUF file.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The engine directory to make.")
 @click.option("--card", default="cpu", help="A card of build_recipes/cards/, or the path of a TOML file.")
 @click.option("--taps", help="For example 'final@last,layer:16@mean', or eagle3.  [default: the recipe's, or final@last]")

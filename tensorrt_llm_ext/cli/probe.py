@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--full", is_flag=True, help="Hash every file of the engine again.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of a CPU backend.  [default: the library's choice]")
 def command(engine: Path, full: bool, threads: int | None, as_json: bool) -> None:
-    """Show an engine's tensors and contract, measure its gather convention, and run its canaries.
+    """Show an engine's contract, measure its gather convention, run its canaries.
 
     Exit code 1: the engine does not give the numbers its contract promises.
     """

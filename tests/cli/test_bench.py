@@ -2,6 +2,8 @@
 
 import json
 
+from tensorrt_llm_ext.checks import NUM_ROUNDS
+
 
 def test_the_table_has_every_contender_and_the_ratios(command, engine_path, checkpoint_path, prompts_path):
     words = ["bench", engine_path, "--checkpoint", checkpoint_path, "--input", prompts_path, "--rounds", 1, "--threads", 1]
@@ -17,3 +19,7 @@ def test_json_holds_every_round_and_the_refused_rows(command, engine_path, check
     assert value["num_prompts"] == 3 and [len(timing["round_seconds"]) for timing in value["timings"]] == [2] * 7
     assert value["ratios"].keys() == {"float32_in_order", "float32_sorted", "bfloat16_in_order", "bfloat16_sorted"}
     assert [refused["row"] for refused in value["refused"]] == [2]
+
+
+def test_the_help_says_how_many_rounds_there_are(command):
+    assert f"[default: {NUM_ROUNDS}]" in command("bench", "--help").stdout
