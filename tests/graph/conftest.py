@@ -34,11 +34,14 @@ class OrtDecoder:
         options.intra_op_num_threads = 2
         self.session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
-    def run(self, sequences: list[np.ndarray], extra_padding: int = 0) -> dict[str, np.ndarray]:
+    def arrays(self, sequences: list[np.ndarray], extra_padding: int = 0) -> dict[str, np.ndarray]:
+        """The inputs this decoder has, for one batch."""
         arrays = pack(sequences, extra_padding)
-        feed = {tensor.name: arrays[tensor.name] for tensor in self.session.get_inputs()}
+        return {tensor.name: arrays[tensor.name] for tensor in self.session.get_inputs()}
+
+    def run(self, sequences: list[np.ndarray], extra_padding: int = 0) -> dict[str, np.ndarray]:
         names = [tensor.name for tensor in self.session.get_outputs()]
-        return dict(zip(names, self.session.run(names, feed), strict=True))
+        return dict(zip(names, self.session.run(names, self.arrays(sequences, extra_padding)), strict=True))
 
 
 @pytest.fixture(scope="session")

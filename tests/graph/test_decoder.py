@@ -132,6 +132,18 @@ def test_a_nan_in_one_sequence_leaves_the_others_bit_unchanged(decoder):
             assert np.array_equal(found[column][~theirs], clean[column][~theirs]), column
 
 
+def test_a_mean_takes_nothing_from_padded_slots_wherever_they_point(decoder):
+    model = tiny.tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    opened = decoder(model, "layer:0@mean")
+    arrays = opened.arrays([np.int32([7]), np.int32([8, 9])], extra_padding=2)
+    arrays["attention_rows"] = np.int32([[0, 1, 2, 1], [1, 2, 0, 0]])  # the second sequence is padded with the NaN
+    found = opened.session.run(None, arrays)[0]
+    expected = model.model.embed_tokens.weight[[8, 9]].mean(0).detach().numpy()
+    assert np.isnan(found[0]).all() and np.allclose(found[1], expected, atol=1e-6)
+
+
 def test_a_sequence_does_not_see_its_batch(decoder):
     opened = decoder(tiny.tiny_model("llama"), "final@last,final@mean")
     sequences = random_sequences((12, 1, 30, 7))
