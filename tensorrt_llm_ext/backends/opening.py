@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from tensorrt_llm_ext.backends.ort import OrtBackend
 from tensorrt_llm_ext.backends.protocol import Backend, Engine
-from tensorrt_llm_ext.errors import ContractError, EngineError, IncompatibleEngine, nearest_name
+from tensorrt_llm_ext.errors import ContractError, EngineError, IncompatibleEngine, MissingExtra, nearest_name
 from tensorrt_llm_ext.recipes.contract import Contract, TensorSpec
 
 ENTRY_POINT_GROUP = "tensorrt_llm_ext.backends"
-_BUILT_IN: dict[str, type[Backend]] = {OrtBackend.name: OrtBackend}
+_BUILT_IN = {
+    "ort": "tensorrt_llm_ext.backends.ort:OrtBackend",
+    "torch": "tensorrt_llm_ext.backends.torch.engine:TorchBackend",
+}
+"""Imported when they are asked for: each needs a library of its own."""
 
 
 def open_engine(path: Path, contract: Contract, *, num_threads: int | None = None) -> Engine:
@@ -41,7 +45,7 @@ def known_backends() -> tuple[str, ...]:
 
 def _backend(name: str) -> Backend:
     if name in _BUILT_IN:
-        return _BUILT_IN[name]()
+        return _built_in(name)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry_point.load()()
     raise EngineError(
@@ -51,6 +55,19 @@ def _backend(name: str) -> Backend:
         fix=f"install the package that brings this backend (entry point group {ENTRY_POINT_GROUP}); "
         f"{nearest_name(name, known_backends())}",
     )
+
+
+def _built_in(name: str) -> Backend:
+    module, _, attribute = _BUILT_IN[name].partition(":")
+    try:
+        return getattr(import_module(module), attribute)()
+    except ImportError as error:
+        raise MissingExtra(
+            f"backend {name} needs a library that is not installed",
+            expected=f"what runs engines of backend {name}",
+            found=error,
+            fix=f"pip install 'tensorrt_llm_ext[{name}]'",
+        ) from error
 
 
 def _check_version(backend: Backend, contract: Contract) -> None:

@@ -4,7 +4,7 @@
 
     settings = settings_from_recipe(recipe, card, architecture)
     with published(out) as folder:
-        write_decoder(checkpoint, folder, …)            # model.onnx, weights
+        write(checkpoint, folder, settings)             # what the backend runs: model.onnx and weights, or weights
         checkpoint.tokenizer().save(folder)
         canaries = make_canaries(checkpoint, …)         # float32, layer by layer
         write_contract(folder, contract)                # what the engine promises
@@ -23,17 +23,17 @@ import onnxruntime
 
 import tensorrt_llm_ext
 from tensorrt_llm_ext.builder.canaries import make_canaries
-from tensorrt_llm_ext.builder.memory import memory_estimate
+from tensorrt_llm_ext.builder.ort_engine import write_ort_engine
+from tensorrt_llm_ext.builder.parts import EngineParts
+from tensorrt_llm_ext.builder.torch_engine import write_torch_engine
 from tensorrt_llm_ext.checkpoint import Checkpoint, open_checkpoint
 from tensorrt_llm_ext.errors import BuildError, DiskFull
 from tensorrt_llm_ext.fingerprint import file_fingerprint, fingerprint
-from tensorrt_llm_ext.graph import DecoderFiles, write_decoder
 from tensorrt_llm_ext.recipes import (
     BuildSettings,
     Card,
     Contract,
     Recipe,
-    TensorSpec,
     load_card,
     load_recipe,
     published,
@@ -43,12 +43,13 @@ from tensorrt_llm_ext.recipes import (
 from tensorrt_llm_ext.recipes.contract import Canary, EngineFile, Fingerprints
 
 BUILDER = "tensorrt_llm_ext"
-ACCEPTED_RUNTIME = "onnxruntime>=1.23,<2"  # 1.23 is the first with the Attention operator of opset 23
-
 ORT_PRECISIONS = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels on a CPU
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, how much of it is done, and how much there is."""
+
+Writer = Callable[[Checkpoint, Path, BuildSettings, Callable[[int, int], None]], EngineParts]
+"""Writes what a backend runs into an empty folder; hears of bytes done and in all."""
 
 
 def build_engine(
@@ -85,34 +86,33 @@ def build_engine(
     card = card if isinstance(card, Card) else load_card(card)
     with open_checkpoint(checkpoint_path) as checkpoint:
         settings = settings_from_recipe(recipe, card, checkpoint.architecture)
-        _require_builder(settings, card)
+        write = _writer(settings, card)
         try:
-            return _build(checkpoint, Path(out), settings, progress or (lambda step, done, total: None))
+            return _build(checkpoint, Path(out), settings, write, progress or (lambda step, done, total: None))
         except OSError as error:
             raise _file_error(error, Path(out)) from error
 
 
-def _require_builder(settings: BuildSettings, card: Card) -> None:
-    if settings.backend != "ort" or settings.precision not in ORT_PRECISIONS:
-        raise BuildError(
-            f"there is no builder for the card '{card.name}' here",
-            expected=f"backend ort with {' or '.join(ORT_PRECISIONS)}",
-            found=f"backend {settings.backend} with {settings.precision}",
-            fix="build for another card, for example --card cpu",
-        )
+def _writer(settings: BuildSettings, card: Card) -> Writer:
+    """Find what writes the engine of a backend. Raises BuildError when nothing here does."""
+    if settings.backend == "ort" and settings.precision in ORT_PRECISIONS:
+        return write_ort_engine
+    if settings.backend == "torch":
+        return write_torch_engine
+    raise BuildError(
+        f"there is no builder for the card '{card.name}' here",
+        expected=f"backend torch, or backend ort with {' or '.join(ORT_PRECISIONS)}",
+        found=f"backend {settings.backend} with {settings.precision}",
+        fix="build for another card, for example --card cpu",
+    )
 
 
-def _build(checkpoint: Checkpoint, out: Path, settings: BuildSettings, progress: Progress) -> Contract:
+def _build(
+    checkpoint: Checkpoint, out: Path, settings: BuildSettings, write: Writer, progress: Progress
+) -> Contract:
     started = time.monotonic()
     with published(out) as folder:
-        decoder = write_decoder(
-            checkpoint,
-            folder,
-            taps=settings.taps,
-            dtype=settings.precision,
-            max_seq_len=settings.limits.max_seq_len,
-            progress=lambda done, total: progress("weights", done, total),
-        )
+        parts = write(checkpoint, folder, settings, lambda done, total: progress("weights", done, total))
         checkpoint.tokenizer().save(folder)
         canaries = make_canaries(
             checkpoint,
@@ -122,7 +122,7 @@ def _build(checkpoint: Checkpoint, out: Path, settings: BuildSettings, progress:
             max_seq_len=settings.limits.max_seq_len,
         )
         files = _hashed(folder, lambda done, total: progress("fingerprint", done, total + 1))
-        contract = _contract(checkpoint, settings, decoder, canaries, files, started)
+        contract = _contract(checkpoint, settings, parts, canaries, files, started)
         progress("fingerprint", len(files) + 1, len(files) + 1)
         write_contract(folder, contract)
     return contract
@@ -131,12 +131,12 @@ def _build(checkpoint: Checkpoint, out: Path, settings: BuildSettings, progress:
 def _contract(
     checkpoint: Checkpoint,
     settings: BuildSettings,
-    decoder: DecoderFiles,
+    parts: EngineParts,
     canaries: tuple[Canary, ...],
     files: tuple[EngineFile, ...],
     started: float,
 ) -> Contract:
-    plan = {file.name: file.sha256 for file in files if file.name in decoder.files}
+    plan = {file.name: file.sha256 for file in files if file.name in parts.files}
     return Contract(
         model_name=checkpoint.name,
         architecture=checkpoint.architecture,
@@ -149,32 +149,23 @@ def _contract(
         backend=settings.backend,
         builder=BUILDER,
         builder_version=tensorrt_llm_ext.__version__,
-        accepted_runtime=ACCEPTED_RUNTIME,
+        accepted_runtime=parts.accepted_runtime,
         platform=settings.platform,
         compute_capabilities=(settings.compute_capability,) if settings.compute_capability else (),
-        weight_dtype=decoder.weight_dtype,
+        weight_dtype=parts.weight_dtype,
         activation_dtype=settings.precision,
         taps=settings.taps,
-        tensors=_tensors(decoder, settings),
+        tensors=parts.tensors,
         limits=settings.limits,
-        memory=memory_estimate(checkpoint.architecture, settings, decoder.weight_bytes),
+        memory=parts.memory,
         files=files,
         canaries=canaries,
         build={
             "seconds": round(time.monotonic() - started, 3),
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "onnxruntime": onnxruntime.__version__,
+            "onnxruntime": onnxruntime.__version__,  # which gave the canaries
         },
     )
-
-
-def _tensors(decoder: DecoderFiles, settings: BuildSettings) -> tuple[TensorSpec, ...]:
-    inputs = [TensorSpec(tensor.name, "input", tensor.dtype, tensor.shape) for tensor in decoder.inputs]
-    outputs = [
-        TensorSpec(tensor.name, "output", tensor.dtype, tensor.shape, tap=tap)
-        for tensor, tap in zip(decoder.outputs, settings.taps, strict=True)
-    ]
-    return (*inputs, *outputs)
 
 
 def _hashed(folder: Path, progress: Callable[[int, int], None]) -> tuple[EngineFile, ...]:

@@ -73,11 +73,15 @@ def _limits(recipe: Recipe, card: Card, architecture: Architecture) -> Limits:
         )
     opt_num_tokens = recipe.opt_num_tokens or card.opt_num_tokens
     max_num_tokens = recipe.max_num_tokens or max(opt_num_tokens, max_seq_len)
+    max_batch_size = recipe.max_batch_size or card.max_batch_size
+    padded = max(2 * opt_num_tokens, max_num_tokens)
+    if card.backend == "torch":  # it pads nothing: no bound but that of the other limits
+        padded = max(max_batch_size * max_seq_len, max_num_tokens)
     limits = Limits(
         max_num_tokens=max_num_tokens,
-        max_batch_size=recipe.max_batch_size or card.max_batch_size,
+        max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
-        max_padded_tokens=recipe.max_padded_tokens or max(2 * opt_num_tokens, max_num_tokens),
+        max_padded_tokens=recipe.max_padded_tokens or padded,
         opt_num_tokens=min(opt_num_tokens, max_num_tokens),
     )
     for name in ("max_num_tokens", "max_padded_tokens"):

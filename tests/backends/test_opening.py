@@ -47,13 +47,13 @@ def third_party(monkeypatch):
 def test_a_backend_comes_by_entry_point(third_party, tmp_path):
     contract = replace(toy_contract(TOY), backend="cloud", accepted_runtime="cloud-runtime~=2.0")
     engine = open_engine(tmp_path, contract, num_threads=3)
-    assert engine.asked == (tmp_path, 3) and known_backends() == ("cloud", "ort")
+    assert engine.asked == (tmp_path, 3) and known_backends() == ("cloud", "ort", "torch")
 
 
 def test_an_unknown_backend_is_refused_with_the_known_names(third_party, tmp_path):
     with pytest.raises(EngineError, match="no backend is called 'orT'") as error:
         open_engine(tmp_path, replace(toy_contract(TOY), backend="orT"))
-    assert error.value.expected == "one of cloud, ort"
+    assert error.value.expected == "one of cloud, ort, torch"
     assert "did you mean 'ort'?" in error.value.fix
 
 

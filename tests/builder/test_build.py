@@ -126,7 +126,7 @@ def test_a_disk_that_fills_up_leaves_nothing(checkpoints, tmp_path, monkeypatch)
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", "weights.bin")
 
-    monkeypatch.setattr(build_module, "write_decoder", full)
+    monkeypatch.setattr(build_module, "write_ort_engine", full)
     with pytest.raises(DiskFull, match="filled up") as error:
         build_engine(checkpoints["llama"], tmp_path / "engine")
     assert "weights.bin" in error.value.found and list(tmp_path.iterdir()) == []

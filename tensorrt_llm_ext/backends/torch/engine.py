@@ -9,11 +9,12 @@ import torch
 
 from tensorrt_llm_ext.backends.torch import plain
 from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward
-from tensorrt_llm_ext.backends.torch.loading import load_decoder, weight_bytes
+from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
+from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, buckets, weight_bytes, workspace_bytes
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight_index
-from tensorrt_llm_ext.backends.torch.workspace import LAST_STEP, Workspace, buckets, make_workspace, workspace_bytes
+from tensorrt_llm_ext.backends.torch.workspace import Workspace, make_workspace
 from tensorrt_llm_ext.errors import BackendError, IncompatibleEngine, OutOfMemory
 from tensorrt_llm_ext.graph import names
 from tensorrt_llm_ext.recipes.contract import Contract, TensorSpec
@@ -121,13 +122,12 @@ class TorchEngine:
 
     def warm_up(self) -> None:
         """Run every shape of a product once, and every kernel: nothing is compiled or loaded after this."""
-        num_last = range(LAST_STEP, self._limits.max_batch_size + LAST_STEP, LAST_STEP)
-        sizes = [
-            (min(size, self._limits.max_num_tokens), 1)
-            for size in buckets(self._limits.max_num_tokens, self._is_deterministic)
-        ]
-        sizes += [(self._limits.max_num_tokens, min(count, self._limits.max_batch_size)) for count in num_last]
+        limits = self._limits
+        sizes = [(min(size, limits.max_num_tokens), 1) for size in buckets(limits.max_num_tokens, self._is_deterministic)]
+        for count in range(LAST_STEP, limits.max_batch_size + LAST_STEP, LAST_STEP):
+            sizes.append((limits.max_num_tokens, min(count, limits.max_batch_size)))
         for num_tokens, batch_size in sizes if self._device.type == "cuda" else []:
+            batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
             self._forward(self._even_batch(num_tokens, min(batch_size, num_tokens)))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -170,9 +170,9 @@ class TorchEngine:
         )
 
     def _even_batch(self, num_tokens: int, batch_size: int) -> Batch:
-        """A batch of our own: sequences of equal length (the last takes the rest), of token 0."""
+        """A batch of our own: sequences of nearly equal length, of token 0."""
         lengths = torch.full((batch_size,), num_tokens // batch_size, dtype=torch.int32)
-        lengths[-1] += num_tokens - int(lengths.sum())
+        lengths[: num_tokens % batch_size] += 1
         values = {
             names.INPUT_IDS: torch.zeros(num_tokens, dtype=torch.int32),
             names.SEQUENCE_LENGTHS: lengths,
@@ -235,7 +235,7 @@ def _needed_bytes(contract: Contract, index: WeightIndex, dtype: torch.dtype) ->
         item_bytes=dtype.itemsize,
         is_fp8=contract.activation_dtype == "fp8",
     )
-    return weights + workspace_bytes(contract.architecture, contract.limits, dtype, index.is_deterministic)
+    return weights + workspace_bytes(contract.architecture, contract.limits, dtype.itemsize, index.is_deterministic)
 
 
 def _check_memory(path: Path, contract: Contract, device: torch.device, needed: int) -> None:

@@ -5,7 +5,6 @@ Layers that read the same rows are fused: queries, keys and values; gate and up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 
 from tensorrt_llm_ext.backends.torch.decoder import Decoder, Layer
 from tensorrt_llm_ext.backends.torch.plain import quantised
+from tensorrt_llm_ext.backends.torch.sizes import PARTS, is_needed
 from tensorrt_llm_ext.backends.torch.values import FP8, HeadNorms, Heads, Linear, Norm, Rope
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
@@ -25,14 +25,6 @@ from tensorrt_llm_ext.errors import EngineError
 
 READERS = 4  # threads that read and hash; each is as fast as one core copies
 _AHEAD = 8  # weights in memory at most
-
-PARTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""The fused linear layers of a decoder layer, and the checkpoint's layers each is made of."""
 
 
 def load_decoder(
@@ -51,7 +43,7 @@ def load_decoder(
 
     Raises EngineError when a weight is not the one that was built, and what torch raises when memory runs out.
     """
-    names = [name for name in decoder_shapes(a) if _is_needed(name, num_layers)]
+    names = [name for name in decoder_shapes(a) if is_needed(name, num_layers)]
     with _reading(folder, index, names) as read:
 
         def load(name: str) -> torch.Tensor:
@@ -62,24 +54,6 @@ def load_decoder(
         final_norm = Norm(load("model.norm.weight"), a.norm_eps)
     cos, sin = (torch.from_numpy(table).to(device) for table in rope_tables(a, max_seq_len))
     return Decoder(embedding, layers, final_norm, Heads(a.num_heads, a.num_kv_heads, a.head_dim), Rope(cos, sin))
-
-
-def weight_bytes(a: Architecture, index: WeightIndex, *, num_layers: int, item_bytes: int, is_fp8: bool) -> int:
-    """Bytes that the decoder's weights take on their device, scales included."""
-    kept = {
-        f"model.layers.{key.split('.')[0]}.{part}.weight" for key in index.kept for part in PARTS[key.split(".")[1]]
-    }
-    total = 0
-    for name, shape in decoder_shapes(a).items():
-        if _is_needed(name, num_layers):
-            is_product = len(shape) == 2 and ".layers." in name
-            in_fp8 = is_fp8 and is_product and name not in kept
-            total += math.prod(shape) * (1 if in_fp8 else item_bytes) + (4 * shape[0] if in_fp8 else 0)
-    return total
-
-
-def _is_needed(name: str, num_layers: int) -> bool:
-    return not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
 
 
 def _layer(load, a: Architecture, number: int, index: WeightIndex, is_fp8: bool) -> Layer:

@@ -6,33 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tensorrt_llm_ext.backends.torch.sizes import DETERMINISTIC_STEP, LAST_STEP, bucket, num_places, rounded
 from tensorrt_llm_ext.backends.torch.values import FP8, Heads, Linear, Rows
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.recipes.contract import Limits
-
-TOKEN_STEP, SMALL_TOKENS, SMALL_STEP = 1024, 2048, 256
-"""Rows of a product are a multiple of SMALL_STEP up to SMALL_TOKENS, then of TOKEN_STEP: few shapes, each run at warm-up."""
-
-LAST_STEP = 64
-"""The same for products of last rows alone."""
-
-DETERMINISTIC_STEP = 1024
-"""Rows of every product of an engine whose results may not depend on the batch by a bit: the library chooses its kernel,
-and with it the order of summation, by the number of rows. For last rows alone: LAST_STEP."""
-
-_TILE = 16  # tokens of the smallest tile of any kernel: what `places` has room for
-
-
-def bucket(num_tokens: int, is_deterministic: bool = False) -> int:
-    """Round a batch's tokens up to the rows that are computed."""
-    is_small = num_tokens <= SMALL_TOKENS and not is_deterministic
-    return _rounded(num_tokens, SMALL_STEP if is_small else TOKEN_STEP)
-
-
-def buckets(max_num_tokens: int, is_deterministic: bool = False) -> list[int]:
-    """Every number of rows that batches of up to ``max_num_tokens`` are computed in."""
-    largest = bucket(max_num_tokens, is_deterministic)
-    return sorted({bucket(size, is_deterministic) for size in range(SMALL_STEP, largest + 1, SMALL_STEP)})
 
 
 @dataclass(frozen=True)
@@ -56,7 +33,7 @@ class Workspace:
 
     def last_rows(self, batch_size: int) -> Workspace:
         """The buffers of ``batch_size`` last rows, their bucket long."""
-        return self.few._cut(_rounded(batch_size, LAST_STEP))
+        return self.few._cut(rounded(batch_size, LAST_STEP))
 
     def rows(self, name: str, linear: Linear) -> Rows:
         """The rows that feed ``linear``, in the type it multiplies in."""
@@ -82,20 +59,9 @@ def make_workspace(
 ) -> Workspace:
     """Allocate the buffers of the largest batch."""
     step = DETERMINISTIC_STEP if is_deterministic else None
-    num_places = 4 * limits.max_batch_size + 3 * (limits.max_num_tokens // _TILE)
-    places = torch.zeros(num_places, dtype=torch.int32, device=device)
-    few = _buffers(a, _rounded(limits.max_batch_size, LAST_STEP), dtype, places, None, step and LAST_STEP)
+    places = torch.zeros(num_places(limits), dtype=torch.int32, device=device)
+    few = _buffers(a, rounded(limits.max_batch_size, LAST_STEP), dtype, places, None, step and LAST_STEP)
     return _buffers(a, bucket(limits.max_num_tokens, is_deterministic), dtype, places, few, step)
-
-
-def workspace_bytes(a: Architecture, limits: Limits, dtype: torch.dtype, is_deterministic: bool = False) -> int:
-    """Bytes that ``make_workspace`` allocates."""
-    space = make_workspace(a, limits, dtype, torch.device("meta"), is_deterministic)
-    return sum(_num_bytes(part) for part in (space, space.few)) + space.places.numel() * 4
-
-
-def _rounded(count: int, step: int) -> int:
-    return -(-count // step) * step
 
 
 def _buffers(
@@ -121,9 +87,3 @@ def _buffers(
         few=few,
         step=step,
     )
-
-
-def _num_bytes(space: Workspace) -> int:
-    shared = max(space.qkv.untyped_storage().nbytes(), space.gate_up.untyped_storage().nbytes())
-    own = (space.x, space.delta, space.attended, space.scales, *space.inputs.values())
-    return shared + sum(tensor.untyped_storage().nbytes() for tensor in own)

@@ -1,0 +1,153 @@
+"""What backend torch runs: the checkpoint's weights, where they lie where that is possible, and an index of them.
+
+There is no graph: the decoder is code. Weights of a Hugging Face folder are linked into the engine and no byte is
+rewritten; de-quantised ones (GGUF) are streamed into one safetensors file, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from tensorrt_llm_ext.backends.torch.sizes import FORMULA, is_needed, weight_bytes, workspace_bytes
+from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
+from tensorrt_llm_ext.backends.torch.weight_index import FILE_NAME, NUMPY_TYPES, StoredWeight, WeightIndex, weight_hash
+from tensorrt_llm_ext.builder.parts import EngineParts
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
+from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, TensorInfo
+from tensorrt_llm_ext.errors import DiskFull
+from tensorrt_llm_ext.recipes import BuildSettings
+from tensorrt_llm_ext.recipes.contract import MemoryEstimate
+
+ACCEPTED_RUNTIME = "torch>=2.10,<3"  # 2.11 and 2.13 were run; row-wise FP8 by the vendor's library came with 2.10
+
+WRITTEN_FILE = "weights.safetensors"
+LINKED_FILE = "weights-{}.safetensors"  # numbered in the order of use
+_SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def write_torch_engine(
+    checkpoint: Checkpoint,
+    folder: Path,
+    settings: BuildSettings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> EngineParts:
+    """Link or write the weights up to the highest tap into the existing, empty ``folder``, with weights.json.
+
+    ``progress`` hears of bytes done and in all. Raises DiskFull, and OSError for what else a disk refuses.
+    """
+    highest = max(tap.layer for tap in settings.taps)
+    infos = [checkpoint.info(name) for name in decoder_shapes(checkpoint.architecture) if is_needed(name, highest)]
+    write = _linked if all(info.file is not None for info in infos) else _written
+    index = WeightIndex(write(checkpoint, folder, infos, STREAM_DTYPES[settings.precision], progress))
+    index.write(folder)
+    num_bytes: Counter[str] = Counter()
+    for weight in index.weights.values():
+        num_bytes[weight.dtype] += weight.length
+    return EngineParts(
+        files=(FILE_NAME, *sorted({weight.file for weight in index.weights.values()})),
+        tensors=engine_tensors(checkpoint.architecture, settings.taps, settings.precision),
+        weight_dtype="float8_e4m3fn" if settings.precision == "fp8" else num_bytes.most_common(1)[0][0],
+        memory=_memory(checkpoint.architecture, settings, index),
+        accepted_runtime=ACCEPTED_RUNTIME,
+    )
+
+
+def _memory(architecture: Architecture, settings: BuildSettings, index: WeightIndex) -> MemoryEstimate:
+    item_bytes = NUMPY_TYPES[STREAM_DTYPES[settings.precision]].itemsize
+    needed = workspace_bytes(architecture, settings.limits, item_bytes, index.is_deterministic) + weight_bytes(
+        architecture,
+        index,
+        num_layers=max(tap.layer for tap in settings.taps),
+        item_bytes=item_bytes,
+        is_fp8=settings.precision == "fp8",
+    )
+    on_card = settings.compute_capability is not None
+    return MemoryEstimate(needed if on_card else 0, 0 if on_card else needed, FORMULA)
+
+
+def _linked(
+    checkpoint: Checkpoint, folder: Path, infos: list[TensorInfo], dtype: str, progress: Callable[[int, int], None]
+) -> dict[str, StoredWeight]:
+    """Link every file that holds one of the weights, or copy it where links are refused; hash each weight."""
+    names = {file: LINKED_FILE.format(n) for n, file in enumerate(dict.fromkeys(info.file for info in infos), 1)}
+    copies = [file for file, name in names.items() if not _link(file, folder / name)]
+    _check_space(folder, sum(file.stat().st_size for file in copies))
+    for file in copies:
+        shutil.copyfile(file, folder / names[file])
+    weights = {}
+    for info, values in _read(checkpoint, infos, progress):
+        where = (names[info.file], info.dtype, info.shape, info.offset, info.length)
+        weights[info.name] = StoredWeight(*where, weight_hash(values))
+    return weights
+
+
+def _written(
+    checkpoint: Checkpoint, folder: Path, infos: list[TensorInfo], dtype: str, progress: Callable[[int, int], None]
+) -> dict[str, StoredWeight]:
+    """Write every weight as ``dtype`` into one safetensors file; hash each."""
+    lengths = [math.prod(info.shape) * NUMPY_TYPES[dtype].itemsize for info in infos]
+    header, start = _header(infos, lengths, dtype)
+    _check_space(folder, start + sum(lengths))
+    weights = {}
+    with open(folder / WRITTEN_FILE, "wb") as out:
+        out.write(header)
+        for info, values in _read(checkpoint, infos, progress):
+            converted = np.ascontiguousarray(values, dtype=NUMPY_TYPES[dtype])
+            where = (WRITTEN_FILE, dtype, info.shape, out.tell(), converted.nbytes)
+            out.write(memoryview(converted.view(np.uint8).reshape(-1)))
+            weights[info.name] = StoredWeight(*where, weight_hash(converted))
+    return weights
+
+
+def _header(infos: list[TensorInfo], lengths: list[int], dtype: str) -> tuple[bytes, int]:
+    """The header of a safetensors file, padded so that values begin at a multiple of 64 bytes; and where they begin."""
+    entries, offset = {}, 0
+    for info, length in zip(infos, lengths, strict=True):
+        place = [offset, offset + length]
+        entries[info.name] = {"dtype": _SAFETENSORS_TYPES[dtype], "shape": list(info.shape), "data_offsets": place}
+        offset += length
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return struct.pack("<Q", len(text)) + text, 8 + len(text)
+
+
+def _read(
+    checkpoint: Checkpoint, infos: list[TensorInfo], progress: Callable[[int, int], None]
+) -> Iterable[tuple[TensorInfo, np.ndarray]]:
+    total = sum(math.prod(info.shape) * NUMPY_TYPES[info.dtype].itemsize for info in infos)
+    done = 0
+    for info in infos:
+        progress(done, total)
+        values = checkpoint.tensor(info.name)
+        yield info, values
+        done += values.nbytes
+    progress(total, total)
+
+
+def _link(source: Path, target: Path) -> bool:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        return False
+    return True
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DiskFull(
+            f"the weights do not fit on the disk of '{folder}'",
+            expected=f"{needed / 1e9:.2f} GB free",
+            found=f"{free / 1e9:.2f} GB free",
+            fix="free space, or name an --out on another disk",
+        )
