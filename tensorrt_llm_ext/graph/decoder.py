@@ -86,12 +86,15 @@ def _write_nodes(
     x = g.cast(g.gather(weights.stored(g, EMBEDDING), input_ids), g.dtype)  # [T, hidden]
     taken = _take(g, a, gather, x, 0, taps)
     num_layers = max(tap.layer for tap in taps)
+    top_rows = {tap.rows for tap in taps if tap.layer == num_layers}
     if num_layers:
         tables = zip((names.ROPE_COS, names.ROPE_SIN), rope_tables(a, max_seq_len), strict=True)
         rope = rope_rows(g, *(weights.table(g, name, table) for name, table in tables), layout.position_ids)
-    for layer in range(num_layers):
-        x = decoder_layer(g, x, layer_prefix(layer), layout, rope, a)
-        taken |= _take(g, a, gather, x, layer + 1, taps)
+    for layer in range(1, num_layers + 1):
+        if layer == num_layers and top_rows == {"last"}:
+            gather.keep_last()  # nothing reads the other rows of the highest layer
+        x = decoder_layer(g, x, layer_prefix(layer - 1), layout, rope, a, gather.kept_rows)
+        taken |= _take(g, a, gather, x, layer, taps)
     for tap in taps:
         is_float32 = tap.rows == "mean" or g.dtype == "bfloat16"
         rows = "T" if tap.rows == "all" else "B"

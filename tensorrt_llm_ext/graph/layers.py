@@ -51,16 +51,23 @@ def rope_rows(g: Graph, cos: str, sin: str, position_ids: str) -> RopeRows:
     return RopeRows(*(g.unsqueeze(g.gather(table, position_ids), 0) for table in (cos, sin)))
 
 
-def decoder_layer(g: Graph, x: str, prefix: str, layout: Layout, rope: RopeRows, a: Architecture) -> str:
-    """x + attention(norm(x)), then + mlp(norm(·)): the residual stream ``[T, hidden]`` after one layer."""
+def decoder_layer(
+    g: Graph, x: str, prefix: str, layout: Layout, rope: RopeRows, a: Architecture, rows: str | None = None
+) -> str:
+    """x + attention(norm(x)), then + mlp(norm(·)): the residual stream ``[T, hidden]`` after one layer.
+
+    With ``rows``, only these packed rows of the result are computed, ``[B, hidden]``.
+    """
+    slots = layout.packed_slots if rows is None else g.gather(layout.packed_slots, rows)
     h = g.rms_norm(x, prefix + "input_layernorm", a.norm_eps)
-    x = g.add(x, attention(g, h, prefix + "self_attn.", layout, rope, a))
+    attended = attention(g, h, prefix + "self_attn.", layout.attention_rows, slots, rope, a)
+    x = g.add(x if rows is None else g.gather(x, rows), attended)
     h = g.rms_norm(x, prefix + "post_attention_layernorm", a.norm_eps)
     return g.add(x, mlp(g, h, prefix + "mlp.", a))
 
 
-def attention(g: Graph, x: str, prefix: str, layout: Layout, rope: RopeRows, a: Architecture) -> str:
-    """Grouped-query attention of packed rows."""
+def attention(g: Graph, x: str, prefix: str, attention_rows: str, slots: str, rope: RopeRows, a: Architecture) -> str:
+    """Grouped-query attention of packed rows, of which those in ``slots`` come back."""
     q = g.linear(x, prefix + "q_proj", a.has_qkv_bias)
     k = g.linear(x, prefix + "k_proj", a.has_qkv_bias)
     v = g.linear(x, prefix + "v_proj", a.has_qkv_bias)
@@ -69,9 +76,9 @@ def attention(g: Graph, x: str, prefix: str, layout: Layout, rope: RopeRows, a: 
         k = head_norm(g, k, prefix + "k_norm", a.num_kv_heads, a)
     q = rotate(g, q, rope, a.num_heads)
     k = rotate(g, k, rope, a.num_kv_heads)
-    q, k, v = (g.gather(rows, layout.attention_rows) for rows in (q, k, v))  # [B, S, heads * head_dim]
+    q, k, v = (g.gather(rows, attention_rows) for rows in (q, k, v))  # [B, S, heads * head_dim]
     o = g.causal_attention(q, k, v, num_heads=a.num_heads, num_kv_heads=a.num_kv_heads, scale=a.head_dim**-0.5)
-    o = g.gather(g.reshape(o, -1, a.num_heads * a.head_dim), layout.packed_slots)  # [T, heads * head_dim]
+    o = g.gather(g.reshape(o, -1, a.num_heads * a.head_dim), slots)  # [T, heads * head_dim]
     return g.linear(o, prefix + "o_proj", a.has_o_bias)
 
 

@@ -14,15 +14,20 @@ class RowGather:
     def __init__(self, g: Graph, attention_rows: str, rows: set[str]) -> None:
         self._g = g
         self._attention_rows = attention_rows
+        self.kept_rows: str | None = None  # the packed rows that states still have; None: all
         if "last" in rows:
             self._last_rows = _last_rows(g)
         if "mean" in rows:
             self._lengths, self._is_token = _mean_mask(g, attention_rows)
 
+    def keep_last(self) -> None:
+        """From here on states have the last tokens' rows only, ``[B, hidden]``, and only ``last`` can be taken."""
+        self.kept_rows = self._last_rows
+
     def take(self, x: str, rows: str, norm: Callable[[str], str]) -> str:
         """The rows of ``x``, normed. ``last`` gathers first and norms B rows; ``mean`` norms first, being a mean of states."""
         if rows == "last":
-            return norm(self._g.gather(x, self._last_rows))  # [B, hidden]
+            return norm(x if self.kept_rows else self._g.gather(x, self._last_rows))  # [B, hidden]
         if rows == "mean":
             return self._mean(norm(x))
         return norm(x)

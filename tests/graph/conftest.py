@@ -31,7 +31,7 @@ class OrtDecoder:
 
     def __init__(self, model: Path) -> None:
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 2
+        options.intra_op_num_threads = 1  # tiny models
         self.session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
     def arrays(self, sequences: list[np.ndarray], extra_padding: int = 0) -> dict[str, np.ndarray]:

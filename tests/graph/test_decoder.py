@@ -16,6 +16,7 @@ EVERY_KIND = (
     "final@last,final@mean,final@all,final:pre@last,final:pre@mean,final:pre@all,"
     "layer:0@last,layer:0@mean,layer:0@all,layer:5@last,layer:5@mean,layer:5@all"
 )
+LAST_ON_TOP = "layer:0@all,layer:5@mean,final@last,final:pre@last"  # the highest layer computes the last rows only
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -65,16 +66,17 @@ def decoder(tmp_path, array_checkpoint, open_decoder):
     return opened
 
 
+@pytest.mark.parametrize("taps", [EVERY_KIND, LAST_ON_TOP], ids=["every kind", "last on top"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tap_equals_transformers(name, decoder, reference_states):
+def test_every_tap_equals_transformers(name, taps, decoder, reference_states):
     family, config = MODELS[name]
     model = tiny.tiny_model(family, **config)
     sequences = random_sequences()
     states = [reference_states(model, sequence) for sequence in sequences]
 
-    found = decoder(model, EVERY_KIND).run(sequences, extra_padding=3)
+    found = decoder(model, taps).run(sequences, extra_padding=3)
 
-    for tap in parse_taps(EVERY_KIND, NUM_LAYERS):
+    for tap in parse_taps(taps, NUM_LAYERS):
         check_close(found[tap.column(NUM_LAYERS)], np.concatenate([rows_of(state, tap) for state in states]))
 
 
@@ -113,22 +115,36 @@ def test_only_what_the_taps_need_is_written(taps, highest, has_norm, decoder, tm
     assert written <= {name for node in graph.node for name in node.input}
 
 
-def test_a_nan_in_one_sequence_leaves_the_others_bit_unchanged(decoder):
+def test_the_highest_layer_computes_only_the_rows_that_are_taken(decoder, tmp_path):
+    def rows_of_last_mlp(taps):
+        decoder(tiny.tiny_model("llama"), taps)
+        model = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "model.onnx", load_external_data=False))
+        (gemm,) = (node for node in model.graph.node if "model.layers.7.mlp.down_proj.weight" in node.input)
+        (shape,) = (value.type.tensor_type.shape for value in model.graph.value_info if value.name == gemm.output[0])
+        return shape.dim[0].dim_param
+
+    assert rows_of_last_mlp("final@last,layer:3@all") == "B"
+    assert rows_of_last_mlp("final@last,final:pre@all") != "B"
+
+
+@pytest.mark.parametrize("taps", [EVERY_KIND, LAST_ON_TOP], ids=["every kind", "last on top"])
+def test_a_nan_in_one_sequence_leaves_the_others_bit_unchanged(taps, decoder):
     model = tiny.tiny_model("qwen3")
     poison = 7
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = float("nan")
     sequences = [np.where(sequence == poison, 8, sequence) for sequence in random_sequences((6, 3, 11, 1, 4))]
-    opened = decoder(model, EVERY_KIND)
+    opened = decoder(model, taps)
     clean = opened.run(sequences, extra_padding=2)
-    for place in range(3):  # first, middle and last row of the third sequence
+    for place in (0, 5, 10):  # first, middle and last token of the third sequence
         poisoned = [sequence.copy() for sequence in sequences]
-        poisoned[2][(0, 5, 10)[place]] = poison
+        poisoned[2][place] = poison
         found = opened.run(poisoned, extra_padding=2)
-        for tap in parse_taps(EVERY_KIND, NUM_LAYERS):
+        for tap in parse_taps(taps, NUM_LAYERS):
             column = tap.column(NUM_LAYERS)
-            theirs = np.repeat(np.arange(5), [len(s) for s in sequences]) == 2 if tap.rows == "all" else np.arange(5) == 2
-            assert np.isnan(found[column][theirs]).any() or (tap.rows == "last" and tap.layer == 0)
+            theirs = (np.repeat(np.arange(5), list(map(len, sequences))) if tap.rows == "all" else np.arange(5)) == 2
+            reaches = tap.layer > 0 or tap.rows != "last" or place == 10  # an embedding does not see earlier tokens
+            assert np.isnan(found[column][theirs]).any() == reaches
             assert np.array_equal(found[column][~theirs], clean[column][~theirs]), column
 
 
