@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,7 +47,7 @@ class LineInput:
     def rows(self) -> Iterator[Row]:
         size = None if self._path == STANDARD_INPUT else max(os.path.getsize(self._path), 1)
         # a gzipped file's position is the compressed one, which is what its size is measured in
-        with nullcontext(sys.stdin.buffer) if size is None else open(self._path, "rb") as raw:
+        with _standard_input() if size is None else open(self._path, "rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if self._path.endswith(".gz") else raw
             try:
                 for number, line in enumerate(_lines(file)):
@@ -69,6 +70,15 @@ class LineInput:
                 "not_utf8", "the line is not UTF-8", expected="UTF-8", found=error, fix="convert the file to UTF-8"
             )
         return _parsed(text) if self._is_json else {self._fields.text: text}
+
+
+def _standard_input() -> AbstractContextManager[BinaryIO]:
+    """Standard input through a buffer of our own: at its exit Python takes the lock of ``sys.stdin``'s, which a thread
+    that still waits for a line would hold, and aborts."""
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except io.UnsupportedOperation:  # something else was put in its place
+        return nullcontext(sys.stdin.buffer)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | Refusal]:

@@ -15,11 +15,13 @@ _POLL_S = 0.1
 class Ahead(Generic[T]):
     """Reads ``source`` in a thread, at most ``depth`` results ahead; its error comes out where its results would.
 
-    A context manager; on leaving, the thread ends after the result it is making.
+    Iterating ends with the source, or soon after ``stop`` is set, even while the source waits for a pipe. A context
+    manager; on leaving, the thread ends after the result it is making.
     """
 
-    def __init__(self, source: Iterator[T], depth: int) -> None:
+    def __init__(self, source: Iterator[T], depth: int, stop: threading.Event) -> None:
         self._source = source
+        self._stop = stop
         self._ready: queue.Queue[tuple[str, object]] = queue.Queue(depth)
         self._is_closed = threading.Event()
         # daemon: a thread that waits for a terminal or a pipe must not hold back the end of the process
@@ -27,8 +29,11 @@ class Ahead(Generic[T]):
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
-        while True:
-            kind, value = self._ready.get()
+        while not self._stop.is_set():
+            try:
+                kind, value = self._ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
             if kind == "error":
                 raise value
             if kind == "end":

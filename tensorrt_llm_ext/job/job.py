@@ -21,6 +21,13 @@ from tensorrt_llm_ext.store import Header, VectorStore, holds_dataset, open_vect
 
 
 @dataclass(frozen=True)
+class InputEnd:
+    """The end of an input, with the reader's own count of its rows."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class Job:
     """One input, one token policy, one output folder."""
 
@@ -34,11 +41,8 @@ class Job:
 
     def stretches(
         self, contract: Contract, tokenizer: Tokenizer, store: VectorStore, failed: FailedLedger
-    ) -> Iterator[SettledStretch | Window]:
-        """Every row of the input in order: what is settled, held against the dataset, then windows to compute.
-
-        The last is an empty window at the end of the input, by the reader's own count of its rows.
-        """
+    ) -> Iterator[SettledStretch | Window | InputEnd]:
+        """Every row of the input in order: what is settled, held against the dataset, then windows to compute."""
         num_read = 0
 
         def read() -> Iterator[Row]:
@@ -61,7 +65,7 @@ class Job:
             num_settled if self.limit is None else min(num_settled, self.limit),
         )
         yield from windows(rows, self.windows)
-        yield Window(num_read, num_read, fraction=1.0)
+        yield InputEnd(num_read)
 
 
 def prepared(job: Job, session: Session, tokenizer: Tokenizer) -> Job:

@@ -18,7 +18,7 @@ class Progress:
 
     num_rows: int  # read, whatever became of them
     num_tokens: int  # computed in this run
-    seconds: float
+    tokens_per_s: float
     fraction: float | None  # of the input
     seconds_left: float | None
     dataset_bytes: int
@@ -131,7 +131,7 @@ class Meter:
         return Progress(
             num_rows=report.read,
             num_tokens=report.num_tokens,
-            seconds=self.seconds,
+            tokens_per_s=report.num_tokens / self.computing_seconds if report.num_tokens else 0.0,
             fraction=fraction,
             seconds_left=seconds_left,
             dataset_bytes=self._store.num_bytes,

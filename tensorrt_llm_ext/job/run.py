@@ -18,7 +18,7 @@ from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import ExtractionError, ForeignDataset, InputError, StoreError
 from tensorrt_llm_ext.inputs import AcceptedRow
 from tensorrt_llm_ext.job.ahead import Ahead
-from tensorrt_llm_ext.job.job import Job, opened_store, prepared
+from tensorrt_llm_ext.job.job import InputEnd, Job, opened_store, prepared
 from tensorrt_llm_ext.job.ledgers import FailedLedger, RefusedLedger
 from tensorrt_llm_ext.job.report import Meter, Progress, Report
 from tensorrt_llm_ext.job.settled import SettledStretch
@@ -49,14 +49,14 @@ def run_job(
     then counted as failed, with that reason, and a resumed run computes them again.
     """
     job = prepared(job, session, tokenizer)
+    on_progress, stop = on_progress or _ignore, stop or threading.Event()
     with (
         opened_store(job, session) as store,
         closing(FailedLedger(job.out, store.settled_rows)) as failed,
         closing(RefusedLedger(job.out)) as refused,
-        Ahead(job.stretches(session.contract, tokenizer, store, failed), _WINDOWS_AHEAD) as stretches,
+        Ahead(job.stretches(session.contract, tokenizer, store, failed), _WINDOWS_AHEAD, stop) as stretches,
         Writer(store, failed, _ANSWERS_AHEAD) as writer,
     ):
-        on_progress, stop = on_progress or _ignore, stop or threading.Event()
         run = _Run(session, store, failed, refused, writer, Meter(store), on_progress, stop)
         return run.run(stretches)
 
@@ -87,7 +87,7 @@ class _Run:
     taken: deque[Window] = field(default_factory=deque)
     has_ended: bool = False  # the input, with every window of it in flight or landed
 
-    def run(self, stretches: Ahead[SettledStretch | Window]) -> Report:
+    def run(self, stretches: Ahead[SettledStretch | Window | InputEnd]) -> Report:
         report = self.report = Report(self.store.path, self.refused.path, self.failed.path)
         num_rows_before = self.store.num_rows
         try:
@@ -107,17 +107,16 @@ class _Run:
         report.seconds, report.computing_seconds = self.meter.seconds, self.meter.computing_seconds
         return report
 
-    def _pump(self, stretches: Ahead[SettledStretch | Window]) -> None:
+    def _pump(self, stretches: Ahead[SettledStretch | Window | InputEnd]) -> None:
         """Keep batches in flight until the input ends or the run is asked to stop; then land those that fly."""
         try:
             for stretch in stretches:
-                if self.stop.is_set():
+                if isinstance(stretch, InputEnd):
+                    self.report.read, self.has_ended = stretch.num_rows, True
                     break
                 self._take(stretch)
                 if isinstance(stretch, Window) and stretch.accepted:
                     self._submit(stretch)
-            else:
-                self.has_ended = True
         except InputError as error:  # the windows before it are whole
             self.report.stopped_by = error
         while self.in_flight:

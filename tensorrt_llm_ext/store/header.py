@@ -51,22 +51,8 @@ class Header:
     job: dict
 
     def columns(self) -> tuple[Column, ...]:
-        """One column a tap, in the contract's order. Raises TapError for a tap whose rows are not one vector."""
-        num_layers = self.contract.architecture.num_layers
-        many = [tap.spelling(num_layers) for tap in self.contract.taps if tap.rows == "all"]
-        if many:
-            raise TapError(
-                "a dataset of vectors holds one row a request, and these taps give one for each token",
-                expected="rows last or mean",
-                found=", ".join(many),
-                fix="build an engine with taps @last or @mean",
-            )
-        return tuple(self._column(tap, num_layers) for tap in self.contract.taps)
-
-    def _column(self, tap: Tap, num_layers: int) -> Column:
-        computed = self.contract.output_of(tap).dtype
-        hidden_size = self.contract.architecture.hidden_size
-        return Column(tap.column(num_layers), tap, hidden_size, computed, _STORED_DTYPES[computed])
+        """One column a tap, in the contract's order."""
+        return columns_of(self.contract)
 
     def row_bytes(self) -> int:
         """About how many bytes a row takes on disk: its vectors, and its identity."""
@@ -103,6 +89,23 @@ class Header:
             "origin": dataclasses.asdict(self.origin),
             "job": self.job,
         }
+
+
+def columns_of(contract: Contract) -> tuple[Column, ...]:
+    """One column a tap, in the contract's order. Raises TapError for a tap whose rows are not one vector."""
+    num_layers, hidden_size = contract.architecture.num_layers, contract.architecture.hidden_size
+    many = [tap.spelling(num_layers) for tap in contract.taps if tap.rows == "all"]
+    if many:
+        raise TapError(
+            "a dataset of vectors holds one row a request, and these taps give one for each token",
+            expected="rows last or mean",
+            found=", ".join(many),
+            fix="build an engine with taps @last or @mean",
+        )
+    computed = {tap: contract.output_of(tap).dtype for tap in contract.taps}
+    return tuple(
+        Column(tap.column(num_layers), tap, hidden_size, dtype, _STORED_DTYPES[dtype]) for tap, dtype in computed.items()
+    )
 
 
 def read_header(schema: pa.Schema, path: str) -> Header:

@@ -17,14 +17,14 @@ def wait_until(condition, timeout_s=5.0):
 
 
 def test_results_come_in_order_and_then_the_end():
-    with Ahead(iter(range(100)), 3) as ahead:
+    with Ahead(iter(range(100)), 3, threading.Event()) as ahead:
         assert list(ahead) == list(range(100))
 
 
 def test_no_more_than_the_depth_is_read_ahead():
     read = []
     source = (read.append(number) or number for number in range(100))
-    with Ahead(source, 3) as ahead:
+    with Ahead(source, 3, threading.Event()) as ahead:
         wait_until(lambda: len(read) == 4)  # three wait, one is in hand
         time.sleep(0.05)
         assert len(read) == 4
@@ -38,9 +38,9 @@ def test_an_error_comes_after_the_results_before_it():
         raise InputError("broken", expected="more", found="less", fix="again")
 
     got = []
-    with Ahead(source(), 3) as ahead, pytest.raises(InputError, match="broken"):
+    with Ahead(source(), 3, threading.Event()) as ahead, pytest.raises(InputError, match="broken"):
         got.extend(ahead)
-    with Ahead(source(), 3) as ahead, pytest.raises(InputError):
+    with Ahead(source(), 3, threading.Event()) as ahead, pytest.raises(InputError):
         for result in ahead:
             got.append(result)
     assert got[-1] == 1
@@ -51,6 +51,22 @@ def test_leaving_ends_the_thread():
         return [thread for thread in threading.enumerate() if thread.name == "read ahead"]
 
     before = len(threads())
-    with Ahead(iter(range(100)), 1):
+    with Ahead(iter(range(100)), 1, threading.Event()):
         assert len(threads()) == before + 1
     wait_until(lambda: len(threads()) == before)
+
+
+def test_a_stop_ends_the_iterating_while_the_source_waits():
+    stop, gate = threading.Event(), threading.Event()
+
+    def source():
+        yield 1
+        gate.wait()
+
+    with Ahead(source(), 3, stop) as ahead:
+        results = iter(ahead)
+        assert next(results) == 1
+        threading.Timer(0.05, stop.set).start()
+        began = time.monotonic()
+        assert list(results) == [] and time.monotonic() - began < 5
+    gate.set()

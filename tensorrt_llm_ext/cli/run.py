@@ -1,0 +1,218 @@
+"""``run``: from a file of prompts to a dataset of hidden states."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tensorrt_llm_ext.cli import exit_code, verb
+
+if TYPE_CHECKING:
+    from tensorrt_llm_ext.job import Progress, Report
+
+_EXIT_FAILED = 1
+_EXIT_REFUSED = 3
+_EXIT_INTERRUPTED = 130
+
+
+@verb
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option(
+    "--input",
+    "source",
+    required=True,
+    help="Prompts: .jsonl or .txt (either may be .gz), .parquet, a folder written by save_to_disk, or - for standard input.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the dataset: new, or with --resume.")
+@click.option(
+    "--format",
+    type=click.Choice(["jsonl", "text", "parquet", "arrow"]),
+    help="What the input is.  [default: by its extension; standard input is jsonl]",
+)
+@click.option("--text-field", metavar="NAME", help="Field that holds the prompt as text.  [default: text]")
+@click.option("--messages-field", metavar="NAME", help="Field that holds chat messages, for the checkpoint's chat template.")
+@click.option("--ids-field", metavar="NAME", help="Field that holds token ids.")
+@click.option("--id-field", metavar="NAME", help="Field that holds the request id.  [default: the row number, from 0]")
+@click.option("--prefix", help="Text put before every prompt.")
+@click.option("--add-generation-prompt", is_flag=True, help="End chat messages where the assistant's turn begins.")
+@click.option(
+    "--special-tokens",
+    type=click.Choice(["tokenizer", "none"]),
+    help="Whether the tokenizer adds its special tokens.  [default: tokenizer; none for messages, whose template has them]",
+)
+@click.option("--max-length", type=click.IntRange(min=1), metavar="N", help="Most tokens.  [default: what the engine takes]")
+@click.option(
+    "--too-long",
+    type=click.Choice(["refuse", "truncate-left", "truncate-right"]),
+    default="refuse",
+    help="What to do beyond --max-length: refuse the row, or cut tokens at this side (counted, special tokens kept).",
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Read at most N rows.  [default: all]")
+@click.option("--resume", is_flag=True, help="Go on with the dataset in --out; begin one where there is none.")
+@click.option("--fail-on-refused", is_flag=True, help="Exit with 3 when rows were refused.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of a CPU backend.  [default: the library's choice]")
+def command(engine: Path, out: Path, fail_on_refused: bool, as_json: bool, **options: object) -> None:
+    """Read the hidden states of every prompt of a file into a Lance dataset, OUT/vectors.lance.
+
+    A row that cannot be served is refused with a reason in OUT/refused.jsonl; one that ran without a result that can be
+    trusted is in OUT/failed.jsonl. Neither stops the run or renumbers others: stored + already stored + refused + failed
+    = read. Ctrl-C keeps every window that a canary has proven; --resume goes on from there, to the same bytes.
+
+    Exit codes: 0 every row is stored or refused; 1 rows failed or are missing, or the run was stopped by an error; 2
+    wrong usage or bad input; 3 rows were refused and --fail-on-refused was given; 130 interrupted.
+    """
+    with _progress_shown() as show, _stop_on_signals() as stop:
+        report = _run(engine, out, show, stop, **options)
+    if as_json:
+        click.echo(json.dumps({"engine": str(engine), **report.to_dict()}))
+    else:
+        _print_report(report)
+        if report.stopped_by is not None:
+            click.echo(f"{type(report.stopped_by).__name__}: {report.stopped_by}", err=True)
+    sys.exit(_exit_code(report, fail_on_refused))
+
+
+def _run(
+    engine: Path,
+    out: Path,
+    on_progress: Callable[[Progress], None],
+    stop: threading.Event,
+    *,
+    source: str,
+    format: str | None,
+    text_field: str | None,
+    messages_field: str | None,
+    ids_field: str | None,
+    id_field: str | None,
+    limit: int | None,
+    resume: bool,
+    threads: int | None,
+    **token_options: object,
+) -> Report:
+    from tensorrt_llm_ext.checkpoint import Tokenizer
+    from tensorrt_llm_ext.inputs import Fields, open_input, token_policy
+    from tensorrt_llm_ext.job import Job, run_job, window_limits
+    from tensorrt_llm_ext.recipes import read_contract
+    from tensorrt_llm_ext.runtime import Session
+    from tensorrt_llm_ext.store import VectorStore, columns_of
+
+    contract = read_contract(engine)
+    columns_of(contract)  # taps, output folder and input are checked before the weights are loaded
+    if not resume:
+        VectorStore.check_new(out)
+    fields = Fields(text_field, messages_field, ids_field, id_field)
+    opened = open_input(source, fields, format=format)
+    tokenizer = Tokenizer.load(engine)
+    policy = token_policy(fields, tokenizer, contract.limits, **token_options)
+    job = Job(opened, fields, policy, out, window_limits(contract.limits), limit, resume)
+    with Session.open(engine, num_threads=threads, tokenisation=policy.tokenisation()) as session:
+        return run_job(job, session, tokenizer, on_progress=on_progress, stop=stop)
+
+
+def _exit_code(report: Report, fail_on_refused: bool) -> int:
+    if report.stopped_by is not None:
+        return exit_code(report.stopped_by)
+    if report.is_interrupted:
+        return _EXIT_INTERRUPTED
+    if report.failed or report.shortfall:
+        return _EXIT_FAILED
+    return _EXIT_REFUSED if fail_on_refused and report.refused else 0
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """The first Ctrl-C, or a SIGTERM, asks the run to stop; the second Ctrl-C is Python's own."""
+    stop = threading.Event()
+
+    def ask(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop.set()
+        click.echo("Stopping: what is in flight lands, then the last proven window is kept. Ctrl-C again stops at once.", err=True)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress_shown() -> Iterator[Callable[[Progress], None]]:
+    """Draw rows, tokens, speed, time left and disk on standard error; nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}")
+    with Bars(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
+        task = bars.add_task("opening the engine", total=None)
+
+        def show(progress: Progress) -> None:
+            total = None if progress.fraction is None else 1.0
+            bars.update(task, total=total, completed=progress.fraction or 0.0, description=_described(progress))
+
+        yield show
+
+
+def _described(progress: Progress) -> str:
+    parts = [f"{progress.num_rows:,} rows", f"{progress.num_tokens:,} tokens"]
+    if progress.num_tokens:
+        parts.append(f"{progress.tokens_per_s:,.0f} tokens/s")
+    if progress.seconds_left is not None:
+        parts.append(f"{_duration(progress.seconds_left)} left")
+    if progress.expected_bytes is not None:
+        parts.append(f"{_size(progress.dataset_bytes)} of about {_size(progress.expected_bytes)}")
+        parts.append(f"{_size(progress.free_bytes)} free")
+    return " · ".join(parts)
+
+
+def _print_report(report: Report) -> None:
+    from tensorrt_llm_ext.cli._terminal import print_table
+
+    def by_code(counts: dict[str, int]) -> str:
+        return "".join(f"; {count:,} {code}" for code, count in sorted(counts.items()))
+
+    rows = [
+        ["stored", f"{report.stored:,}"],
+        ["already stored", f"{report.already_stored:,}"],
+        ["refused", f"{report.refused.total():,}{by_code(report.refused)}"],
+        ["failed", f"{report.failed.total():,}{by_code(report.failed)}"],
+        ["read", f"{report.read:,}"],
+        ["truncated", f"{report.num_truncated:,}"],
+        ["tokens", f"{report.num_tokens:,} in {_duration(report.seconds)}, {report.tokens_per_s:,.0f} tokens/s"],
+        ["dataset", f"{report.dataset} ({_size(report.dataset_bytes)})"],
+        ["refused rows", str(report.refused_path)],
+        ["failed rows", str(report.failed_path)],
+    ]
+    print_table("What became of every row", ["", ""], rows)
+    parts = report.stored, report.already_stored, report.refused.total(), report.failed.total()
+    equation = f"{' + '.join(f'{part:,}' for part in parts)} = {sum(parts):,}"
+    if report.shortfall:
+        click.echo(f"MISSING: {equation}, but {report.read:,} rows were read. Keep the input and report this.", err=True)
+    else:
+        click.echo(f"stored + already stored + refused + failed = read: {equation}")
+    if report.is_interrupted:
+        click.echo("Interrupted: go on with --resume.", err=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02}:{seconds:02.0f}" if hours or minutes else f"{seconds:.1f} s"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"
