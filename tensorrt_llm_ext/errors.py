@@ -18,7 +18,7 @@
     ├── RunError                    a batch that did not come back
     │   ├── BackendError            the engine's library refused or failed
     │   ├── DeadlineExceeded        the doorbell did not ring in time
-    │   ├── OutOfMemory         pinned or device memory that the machine does not have
+    │   ├── OutOfMemory             pinned or device memory that the machine does not have
     │   ├── PlanError               a batch that cannot be packed, or what came back is not what its plan promised
     │   └── SessionClosed           the session was closed, or failed earlier
     ├── InputError                  the input as a whole cannot be read

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -49,8 +50,8 @@ struct Plan {  // what to do wrong
 };
 
 std::mutex mutex;  // guards all below
-std::map<std::string, long> calls;
-std::map<std::string, Plan> plans;
+std::map<std::string_view, long> calls;  // by __func__
+std::map<std::string, Plan, std::less<>> plans;
 std::map<Address, Block> device_blocks;
 std::map<char*, size_t> registered;
 std::map<void*, std::shared_ptr<Stream>> streams;
@@ -58,7 +59,7 @@ std::vector<std::string> violations;
 int contexts_retained = 0;
 long num_calls = 0;
 Plan any_call;
-std::string failed_call;  // the last that a plan failed
+const char* failed_call = "";  // the last that a plan failed
 std::atomic<Result> sticky{kSuccess};
 std::atomic<int> longest_delay_us{0};
 std::atomic<int> writes_to_lose{0};
@@ -80,8 +81,9 @@ Result enter(const char* name, bool needs_context) {
     ++calls[name];
     ++num_calls;
     was_planned = false;
-    for (Plan* plan : {&plans[name], &any_call}) {
-        if (plan->calls_until == 0 || --plan->calls_until > 0) continue;
+    const auto planned = plans.find(std::string_view(name));
+    for (Plan* plan : {planned == plans.end() ? nullptr : &planned->second, &any_call}) {
+        if (!plan || plan->calls_until == 0 || --plan->calls_until > 0) continue;
         if (plan->is_sticky) sticky = plan->code;
         failed_call = name;
         was_planned = true;
@@ -395,14 +397,13 @@ void stand_in_refuse_memory_operations(bool is_refused) { are_memory_operations_
 
 long stand_in_calls(const char* name) {
     std::lock_guard lock(mutex);
-    return *name ? calls[name] : num_calls;
+    const auto counted = calls.find(std::string_view(name));
+    return !*name ? num_calls : counted == calls.end() ? 0 : counted->second;
 }
 
 const char* stand_in_failed_call() {
-    static std::string name;
     std::lock_guard lock(mutex);
-    name = failed_call;
-    return name.c_str();
+    return failed_call;
 }
 
 long stand_in_live(const char* kind) {
@@ -438,7 +439,7 @@ void stand_in_reset() {
     plans.clear();
     violations.clear();
     any_call = {};
-    failed_call.clear();
+    failed_call = "";
     num_calls = 0;
     sticky = kSuccess;
     longest_delay_us = 0;
