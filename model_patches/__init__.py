@@ -3,7 +3,20 @@
 It holds no text of upstream's. See README.md beside this file.
 """
 
+from model_patches.capture import Capture, capture
+from model_patches.captured import captured_contract, captured_origin
 from model_patches.patch import FileStatus, apply, revert, status
 from model_patches.site import Site, find_site
 
-__all__ = ["FileStatus", "Site", "apply", "find_site", "revert", "status"]
+__all__ = [
+    "Capture",
+    "FileStatus",
+    "Site",
+    "apply",
+    "capture",
+    "captured_contract",
+    "captured_origin",
+    "find_site",
+    "revert",
+    "status",
+]

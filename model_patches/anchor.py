@@ -62,9 +62,13 @@ def find_anchor(tree: ast.Module, target: Target, version: Version) -> Anchor:
     gather = look.one(f"assignment {STATES} = {GATHER}({STATES}, …)", _gathers(forward, call))
     branches = [node for node in forward.body if isinstance(node, ast.If) and gather in node.body]
     branch = look.one("if around it, directly in forward", branches)
-    look.true(_is_last_rank(branch.test), "if … .is_last_pp_rank(): around it", f"if {ast.unparse(branch.test)}", branch)
+    look.true(
+        _is_last_rank(branch.test), "if … .is_last_pp_rank(): around it", f"if {ast.unparse(branch.test)}", branch
+    )
     before, after = _around(forward, branch, gather)
-    look.true(bool(_calls(before, "forward", "transformer")), "call of self.transformer.forward before it", "none", branch)
+    look.true(
+        bool(_calls(before, "forward", "transformer")), "call of self.transformer.forward before it", "none", branch
+    )
     late = _calls(after, "forward", "transformer") + [node for s in after for node in _context_parallel(s)]
     look.true(not late, "nothing of the transformer or of context parallelism after it", _lines(late), gather)
     heads = [call for call in _calls(after, HEAD) if [ast.unparse(argument) for argument in call.args] == [STATES]]
@@ -72,8 +76,12 @@ def find_anchor(tree: ast.Module, target: Target, version: Version) -> Anchor:
     look.true(not _calls(before, HEAD), f"no call of self.{HEAD} before it", "one", branch)
     if target.has_versions:
         _check_version(look, version, before, branch)
-    sharing = [s for s in branch.body if s is not gather and s.lineno <= gather.end_lineno and s.end_lineno >= gather.lineno]
-    look.true(not sharing and branch.lineno < gather.lineno, "it on lines of its own", _lines(sharing or [branch]), gather)
+    sharing = [
+        s for s in branch.body if s is not gather and s.lineno <= gather.end_lineno and s.end_lineno >= gather.lineno
+    ]
+    look.true(
+        not sharing and branch.lineno < gather.lineno, "it on lines of its own", _lines(sharing or [branch]), gather
+    )
     return Anchor(gather.lineno, gather.end_lineno)
 
 
@@ -124,7 +132,9 @@ def _check_version(look: _Look, version: Version, before: list[ast.stmt], branch
     """The file must have the shape of the version beside it: a mixed installation is not understood."""
     transformer = next(i for i, statement in enumerate(before) if _calls([statement], "forward", "transformer"))
     is_gathered = any(_context_parallel(statement) for statement in before[transformer + 1 :])
-    has_all = any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "all_hidden_states" for node in before)
+    has_all = any(
+        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "all_hidden_states" for node in before
+    )
     for wanted, found, what in (
         (version >= _CONTEXT_PARALLEL_FROM, is_gathered, "a context-parallel gather between the transformer and it"),
         (version >= _ALL_STATES_FROM, has_all, "all_hidden_states bound before it"),

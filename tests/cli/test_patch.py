@@ -1,16 +1,12 @@
 """``trtllm-extract patch``: shows, applies and reverts, and says what it means for upstream's own runtime."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from upstream_source import decilm_path, definition_path, write_upstream
 
 from tensorrt_llm_ext.cli import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model_patches"))
-from upstream_source import decilm_path, definition_path, write_upstream  # noqa: E402
 
 
 @pytest.fixture
@@ -68,10 +64,10 @@ def test_a_file_that_is_left_alone_is_shown_with_the_reason(site):
 def test_a_decoder_that_is_not_understood_is_an_error(site):
     definition_path(site).write_text("class DecoderModelForCausalLM:\n    pass\n")
     result = extract("apply", "--site", site)
-    assert result.exit_code == 1 and "expected: one method forward" in result.stderr
+    assert result.exit_code != 0 and "expected: one method forward" in result.stderr
     assert extract("status", "--site", site).exit_code == 0
 
 
 def test_upstream_not_installed_is_a_clear_error(tmp_path):
     result = extract("status", "--site", tmp_path, "--json")
-    assert result.exit_code == 1 and json.loads(result.stdout)["what"] == "TensorRT-LLM is not installed here"
+    assert result.exit_code != 0 and json.loads(result.stdout)["what"] == "TensorRT-LLM is not installed here"

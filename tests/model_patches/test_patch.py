@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 from packaging.version import Version
-
 from upstream_network import HEAD, STATES, Mapping, loaded, model_of, normed
 from upstream_source import VERSIONS, decilm_path, definition_path, write_upstream
 
@@ -186,7 +185,9 @@ def test_line_ends_encoding_and_indentation_are_kept(one_site, change):
     before = path.read_bytes()
     patch.apply(one_site)
     assert run(path)[0].outputs().keys() == {"logits"} | OURS
-    assert len({len(line) - len(line.rstrip(b"\r\n")) for line in path.read_bytes().splitlines(keepends=True)[:-1]}) == 1
+    assert (
+        len({len(line) - len(line.rstrip(b"\r\n")) for line in path.read_bytes().splitlines(keepends=True)[:-1]}) == 1
+    )
     patch.revert(one_site)
     assert path.read_bytes() == before
 
@@ -206,11 +207,27 @@ CP_GATHER = """        if self.config.mapping.cp_size > 1:
 NOT_UNDERSTOOD = {
     "no class": ("class DecoderModelForCausalLM(", "class DecoderForCausalLM(", "class DecoderModelForCausalLM"),
     "no forward": ("    def forward(self, input_ids", "    def run(self, input_ids", "method forward"),
-    "two forwards": ("class EagleForCausalLM", "DecoderModelForCausalLM = None\nclass DecoderModelForCausalLM", "2 of them"),
-    "no gather": (ANCHOR, ANCHOR.replace("gather_last_token_logits", "gather_rows"), "call of gather_last_token_logits"),
+    "two forwards": (
+        "class EagleForCausalLM",
+        "DecoderModelForCausalLM = None\nclass DecoderModelForCausalLM",
+        "2 of them",
+    ),
+    "no gather": (
+        ANCHOR,
+        ANCHOR.replace("gather_last_token_logits", "gather_rows"),
+        "call of gather_last_token_logits",
+    ),
     "another target": (ANCHOR, "last_" + ANCHOR, "assignment hidden_states = "),
-    "another argument": (ANCHOR, ANCHOR.replace("                hidden", "                all_hidden"), "assignment hidden_states"),
-    "two gathers": (CP_GATHER, CP_GATHER + "        x = gather_last_token_logits(hidden_states, None, True)\n", "2 of them"),
+    "another argument": (
+        ANCHOR,
+        ANCHOR.replace("                hidden", "                all_hidden"),
+        "assignment hidden_states",
+    ),
+    "two gathers": (
+        CP_GATHER,
+        CP_GATHER + "        x = gather_last_token_logits(hidden_states, None, True)\n",
+        "2 of them",
+    ),
     "gather in a loop": (ANCHOR, f"for _ in (0,): {ANCHOR}", "if around it"),
     "not the last rank": (LAST_RANK, LAST_RANK.replace("is_last", "is_first"), "is_last_pp_rank()"),
     "inverted branch": (LAST_RANK, LAST_RANK.replace("if self", "if not self"), "is_last_pp_rank()"),
@@ -221,9 +238,21 @@ NOT_UNDERSTOOD = {
         "            if self.config.mapping.cp_size > 1:\n                pass\n            lm_logits = ",
         "nothing of the transformer or of context parallelism after it",
     ),
-    "no all_hidden_states": ("            all_hidden_states = hidden_states\n", "", "all_hidden_states bound before it"),
-    "another head": ("self.lm_head(hidden_states)", "self.lm_head(all_hidden_states)", "self.lm_head(hidden_states) after it"),
-    "head before it": ("            all_hidden", "            self.lm_head(hidden_states)\n            all_hidden", "no call of self.lm_head"),
+    "no all_hidden_states": (
+        "            all_hidden_states = hidden_states\n",
+        "",
+        "all_hidden_states bound before it",
+    ),
+    "another head": (
+        "self.lm_head(hidden_states)",
+        "self.lm_head(all_hidden_states)",
+        "self.lm_head(hidden_states) after it",
+    ),
+    "head before it": (
+        "            all_hidden",
+        "            self.lm_head(hidden_states)\n            all_hidden",
+        "no call of self.lm_head",
+    ),
     "statement beside it": (ANCHOR, "x = 1; " + ANCHOR, "on lines of its own"),
     "statement behind it": ("remove_input_padding())  #", "remove_input_padding()); x = 1  #", "on lines of its own"),
     "not Python": ("class EagleForCausalLM", "class class EagleForCausalLM", "Python source"),
@@ -245,7 +274,9 @@ def test_a_file_that_is_not_understood_is_refused_saying_what_was_looked_for(one
     assert path.read_bytes() == before and not list(path.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("version, other", [("0.14.0", "0.15.0"), ("0.15.0", "0.16.0"), ("0.16.0", "0.15.0"), ("1.2.1", "0.13.0")])
+@pytest.mark.parametrize(
+    "version, other", [("0.14.0", "0.15.0"), ("0.15.0", "0.16.0"), ("0.16.0", "0.15.0"), ("1.2.1", "0.13.0")]
+)
 def test_a_file_of_another_version_than_the_one_beside_it_is_refused(tmp_path, version, other):
     write_upstream(tmp_path, version)
     definition_path(tmp_path).write_bytes(definition_path(write_upstream(tmp_path / "other", other)).read_bytes())
@@ -256,7 +287,7 @@ def test_a_file_of_another_version_than_the_one_beside_it_is_refused(tmp_path, v
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("            all_hidden_states = hidden_states\n", "            all_hidden_states = hidden_states\n            hidden_states.mark_output('full_hidden_states')\n"),
+        ("            hidden_states = gather", "            hidden_states.mark_output('full')\n            hidden_states = gather"),
         ("            lm_logits = ", "            hidden_states.mark_output(name='rows')\n            lm_logits = "),
         ("class EncoderModel", "NAME = 'final_post_all'\nclass EncoderModel"),
     ],
@@ -305,7 +336,10 @@ def test_a_decilm_that_is_not_understood_is_left_alone_and_said(one_site):
 
 def test_a_version_without_a_decilm_or_without_a_decoder(one_site):
     decilm_path(one_site.folder).unlink()
-    assert states_by_path(patch.apply(one_site)) == {"DecoderModelForCausalLM": "patched", "DeciLMForCausalLM": "absent"}
+    assert states_by_path(patch.apply(one_site)) == {
+        "DecoderModelForCausalLM": "patched",
+        "DeciLMForCausalLM": "absent",
+    }
     definition_path(one_site.folder).unlink()
     with pytest.raises(PatchError, match="DecoderModelForCausalLM: no file of it is installed"):
         patch.apply(one_site)
@@ -329,7 +363,11 @@ def test_a_full_disk_leaves_the_file_as_it_was(one_site, monkeypatch):
     with pytest.raises(PatchError, match="it is as it was") as error:
         patch.apply(one_site)
     assert "No space left" in error.value.found
-    assert path.read_bytes() == before and os.listdir(path.parent).count(path.name) == 1 and not list(path.parent.glob(".*"))
+    assert (
+        path.read_bytes() == before
+        and os.listdir(path.parent).count(path.name) == 1
+        and not list(path.parent.glob(".*"))
+    )
 
 
 def test_a_file_that_cannot_be_read_is_named(one_site):

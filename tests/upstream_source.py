@@ -54,7 +54,7 @@ class DecoderModelForCausalLM(PretrainedModel):
         self.config, self.transformer, self.lm_head = config, transformer, lm_head
 
     def forward(self, input_ids, position_ids=None, use_cache=False, last_token_ids=None, **more):
-{_CP_SPLIT if has_cp else ""}        arguments = dict(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **more)
+{_CP_SPLIT if has_cp else ""}        arguments = {{"input_ids": input_ids, "position_ids": position_ids, "use_cache": use_cache, **more}}
         hidden_states = self.transformer.forward(**arguments)
         if use_cache:
             hidden_states, presents = hidden_states
@@ -76,7 +76,7 @@ class EncoderModel(PretrainedModel):
 
 def decilm_source() -> str:
     """A class with a full copy of the decoder's tail, which returns a pair in every version."""
-    return f'''from ..functional import gather_last_token_logits, remove_input_padding
+    return f"""from ..functional import gather_last_token_logits, remove_input_padding
 
 
 class DeciLMForCausalLM:
@@ -85,7 +85,7 @@ class DeciLMForCausalLM:
         hidden_states = self.transformer.forward(input_ids=input_ids, use_cache=use_cache)
         if use_cache:
             hidden_states, presents = hidden_states
-{_tail("lm_logits, hidden_states", has_all=False)}'''
+{_tail("lm_logits, hidden_states", has_all=False)}"""
 
 
 _CP_SPLIT = """        whole_ids = input_ids
@@ -99,7 +99,7 @@ _CP_GATHER = """        if self.config.mapping.cp_size > 1:
 
 def _tail(returned: str, has_all: bool) -> str:
     cached = returned.replace("lm_logits, ", "lm_logits, presents, ", 1).removesuffix(", all_hidden_states")
-    return f'''
+    return f"""
         if self.config.mapping.is_last_pp_rank():
 {"            all_hidden_states = hidden_states" if has_all else "            # to logits"}
             hidden_states = gather_last_token_logits(
@@ -120,4 +120,4 @@ def _tail(returned: str, has_all: bool) -> str:
         if self.config.mapping.is_last_pp_rank():
             return {returned}
         return hidden_states
-'''
+"""

@@ -79,7 +79,9 @@ def model_of(module: types.ModuleType, class_name: str, mapping: Mapping | None 
     model = getattr(module, class_name).__new__(getattr(module, class_name))
     model.network = Network()
     mapping = mapping or Mapping()
-    model.config = types.SimpleNamespace(mapping=mapping, dtype=dtype, logits_dtype="float32", num_hidden_layers=NUM_LAYERS)
+    model.config = types.SimpleNamespace(
+        mapping=mapping, dtype=dtype, logits_dtype="float32", num_hidden_layers=NUM_LAYERS
+    )
     model.transformer = Transformer(model.network, mapping)
     model.lm_head = lambda states: Tensor(states.network, "lm_head", states.array @ HEAD)
     return model

@@ -1,6 +1,0 @@
-"""The stand-ins for TensorRT-LLM, importable by name."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
