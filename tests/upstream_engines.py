@@ -1,4 +1,4 @@
-"""Stand-ins for the engine directories that upstream's trtllm-build writes: config.json and a file that names tensors."""
+"""Stand-ins for the engine directories that trtllm-build writes: config.json and a file that names tensors."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ CONFIG = {
 
 
 def write_upstream_engine(folder: Path, names=(*INPUTS, *OUTPUTS), **changes) -> Path:
-    """Write an engine directory; ``changes`` are dotted paths (``__`` for the dot) and values, None to remove the field."""
+    """Write an engine directory; ``changes`` are paths in config.json (``a__b``) and values, ``...`` to remove one."""
     config = copy.deepcopy(CONFIG)
     for path, value in changes.items():
         *parents, key = path.split("__")
