@@ -9,13 +9,14 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
 
+from tensorrt_llm_ext.builder.build import Progress
 from tensorrt_llm_ext.builder.canaries import make_canaries
 from tensorrt_llm_ext.builder.upstream import upstream_taps
 from tensorrt_llm_ext.builder.upstream_engine import CONFIG, PLAN, UpstreamEngine, read_upstream_engine
@@ -69,13 +70,13 @@ def adopt_engine(
     taps: str = DEFAULT_TAPS,
     max_seq_len: int | None = None,
     platform: str = PLATFORM,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Adoption:
     """Write contract.json and the tokenizer beside upstream's engine, which was built with the patch.
 
     ``checkpoint_path`` is the Hugging Face folder (or GGUF file) that upstream's checkpoint was converted from: its
     tokenizer, its architecture and the canaries come from there. ``max_seq_len`` serves shorter sequences than the
-    engine takes; ``progress`` is called with the canaries' layers done and in all.
+    engine takes; ``progress`` is called as by ``build_engine``.
 
     Raises EngineError, IncompatibleEngine for an engine of a kind that is not served, TapError, CheckpointError.
     """
@@ -95,7 +96,11 @@ def adopt_engine(
         limits = _limits(engine, checkpoint.architecture, max_seq_len)
         _write_tokenizer(checkpoint, folder)
         canaries = make_canaries(
-            checkpoint, chosen, engine.precision, progress or _silent, max_seq_len=limits.max_seq_len
+            checkpoint,
+            chosen,
+            engine.precision,
+            lambda done, total: progress and progress("canaries", done, total),
+            max_seq_len=limits.max_seq_len,
         )
         contract = _contract(engine, folder, checkpoint, chosen, limits, compute_capability, platform, canaries)
         with _writing(folder):
@@ -155,9 +160,6 @@ def _outputs(engine: UpstreamEngine) -> tuple[TensorSpec, ...]:
         TensorSpec(ALL_ROWS, "output", engine.dtype, ("T", hidden_size), tap=Tap(num_layers, "post", "all")),
         TensorSpec(LAST_ROWS, "output", engine.dtype, ("B", hidden_size), tap=Tap(num_layers, "post", "last")),
     )
-
-
-def _silent(done: int, total: int) -> None: ...
 
 
 def _check_same_model(engine: UpstreamEngine, architecture: Architecture) -> None:
@@ -262,7 +264,7 @@ def _contract(
         accepted_runtime=f"{BUILDER}=={engine.version}",
         platform=platform,
         compute_capabilities=(compute_capability,),
-        weight_dtype=engine.precision,
+        weight_dtype="float8_e4m3fn" if engine.quantisation else engine.dtype,
         activation_dtype=engine.precision,
         taps=taps,
         tensors=tensors,

@@ -47,15 +47,18 @@ def command(
     An engine cannot be read without its GPU: what is checked only when it is opened is printed.
     """
     from tensorrt_llm_ext.builder.adopt import adopt_engine
+    from tensorrt_llm_ext.cli._terminal import steps_shown
 
-    adoption = adopt_engine(
-        engine,
-        checkpoint,
-        compute_capability=compute_capability,
-        taps=taps,
-        max_seq_len=max_seq_len,
-        platform=platform,
-    )
+    with steps_shown() as progress:
+        adoption = adopt_engine(
+            engine,
+            checkpoint,
+            compute_capability=compute_capability,
+            taps=taps,
+            max_seq_len=max_seq_len,
+            platform=platform,
+            progress=progress,
+        )
     told = {"checked": adoption.checked, "at_load": adoption.at_load, "warnings": adoption.warnings}
     if as_json:
         fingerprint = adoption.contract.engine_fingerprint()

@@ -115,7 +115,9 @@ def test_states_keep_the_models_type_when_matrices_are_quantised(engine, llama, 
     monkeypatch.setitem(canaries.TOLERANCES, "fp8", 0.02)  # a tiny random model's states lie too near for the real one
     folder = engine(**{MODEL + "quantization__quant_algo": quantisation, MODEL + "dtype": dtype})
     contract = adopted(folder, llama).contract
-    assert contract.weight_dtype == contract.activation_dtype == ("fp8" if quantisation else dtype)
+    assert (contract.weight_dtype, contract.activation_dtype) == (
+        ("float8_e4m3fn", "fp8") if quantisation else (dtype, dtype)
+    )
     assert contract.output_of(LAST).dtype == dtype
 
 
