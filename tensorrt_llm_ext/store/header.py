@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import cached_property
 
 import ml_dtypes  # noqa: F401  registers bfloat16 as a NumPy type
 import numpy as np
@@ -20,7 +21,7 @@ FORMAT = "tensorrt_llm_ext.vectors"
 FORMAT_VERSION = 1
 METADATA_KEY = "tensorrt_llm_ext"
 
-_IDENTITY_BYTES = 200  # ids, hashes and numbers, as measured on short rows
+_IDENTITY_BYTES = 100  # ids, hashes and numbers: 91 with one column and short ids, as Lance packs them
 _STORED_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "float32"}  # lossless, and searchable
 
 
@@ -50,13 +51,14 @@ class Header:
     origin: Origin
     job: dict
 
+    @cached_property
     def columns(self) -> tuple[Column, ...]:
         """One column a tap, in the contract's order."""
         return columns_of(self.contract)
 
     def row_bytes(self) -> int:
         """About how many bytes a row takes on disk: its vectors, and its identity."""
-        vectors = sum(column.hidden_size * np.dtype(column.stored_dtype).itemsize for column in self.columns())
+        vectors = sum(column.hidden_size * np.dtype(column.stored_dtype).itemsize for column in self.columns)
         return vectors + _IDENTITY_BYTES
 
     def schema(self) -> pa.Schema:
@@ -70,7 +72,7 @@ class Header:
             pa.field("num_tokens", pa.int32(), nullable=False),
             pa.field("truncated_from", pa.int32(), nullable=True),
         ]
-        for column in self.columns():
+        for column in self.columns:
             vector = pa.list_(pa.from_numpy_dtype(np.dtype(column.stored_dtype)), column.hidden_size)
             fields.append(pa.field(column.name, vector, nullable=False))
             fields.append(pa.field(column.hash_name, pa.string(), nullable=False))
@@ -82,7 +84,7 @@ class Header:
             "format_version": FORMAT_VERSION,
             "columns": {
                 column.name: {"tap": column.tap.to_dict(), "computed": column.computed_dtype, "stored": column.stored_dtype}
-                for column in self.columns()
+                for column in self.columns
             },
             # without canaries, whose vectors would lie in the metadata of every version
             "contract": dataclasses.replace(self.contract, canaries=()).to_dict(),

@@ -40,6 +40,8 @@ def _wrong_identity(record: Record, item: WorkItem) -> _Wrong:
 
 
 def _wrong_origin(record: Record, header: Header) -> _Wrong:
+    if record.origin == header.origin:
+        return
     for field in dataclasses.fields(record.origin):
         expected, found = getattr(header.origin, field.name), getattr(record.origin, field.name)
         if field.name != "code_version" and found != expected:
@@ -47,7 +49,7 @@ def _wrong_origin(record: Record, header: Header) -> _Wrong:
 
 
 def _wrong_states(record: Record, header: Header) -> _Wrong:
-    columns = header.columns()
+    columns = header.columns
     taps = tuple(state.tap for state in record.states)
     if taps != tuple(column.tap for column in columns):
         yield "taps", [column.tap for column in columns], list(taps)

@@ -34,7 +34,7 @@ class Vectors:
     def __init__(self, dataset: lance.LanceDataset, header: Header) -> None:
         self.dataset = dataset
         self.header = header
-        self.columns = {column.name: column for column in header.columns()}
+        self.columns = {column.name: column for column in header.columns}
 
     def __len__(self) -> int:
         return self.dataset.count_rows()

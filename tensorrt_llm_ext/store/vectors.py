@@ -41,7 +41,7 @@ class VectorStore:
         self.header = header
         self.path = folder / DATASET_NAME
         self._lock = lock
-        self._columns = header.columns()
+        self._columns = header.columns
         self._schema = header.schema()
         self._pending: list[tuple[int, WorkItem, Record]] = []
         self._dataset = lance.dataset(str(self.path))

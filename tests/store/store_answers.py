@@ -37,7 +37,7 @@ def make_answer(header: Header, row: int):
     item = replace(work_item(f"id {row}", [row % 90 + 1, 5, 6]), work_item_id=f"file#{row}")
     rng = np.random.default_rng(row)
     states = []
-    for column in header.columns():
+    for column in header.columns:
         rows = rng.normal(size=(1, HIDDEN_SIZE)).astype(column.computed_dtype)
         states.append(State(column.tap, rows, header.contract.activation_dtype, rows_hash(rows)))
     truncated_from = 9 if row % 5 == 4 else None
