@@ -194,19 +194,26 @@ class Capture:
 
     def _verify(self, flight: _Flight, output: Any) -> None:
         """Consume the plan against what came back. Raises PlanError."""
+        if not hasattr(output, "shape"):
+            raise self._unpromised(flight, f"a {type(output).__name__}")
         now = step_of(flight.metadata)
-        hidden_size = self.contract.architecture.hidden_size
-        promised = f"{[flight.plan.total_rows, hidden_size]} {self.contract.output_of(self.contract.taps[0]).dtype}"
-        found = f"{list(output.shape)} {str(output.dtype).removeprefix('torch.')}"
         digest = layout_digest(now.request_ids, now.row_counts)
         self._plans.consume(flight.plan, total_rows=output.shape[0], digest=digest)
-        if found != promised:
-            raise PlanError(
-                "the model's output is not the states that the contract promises",
-                expected=promised,
-                found=found,
-                fix="make the contract of this model and its dtype with captured_contract",
-            )
+        found = f"{list(output.shape)} {str(output.dtype).removeprefix('torch.')}"
+        if found != self._promised(flight):
+            raise self._unpromised(flight, found)
+
+    def _promised(self, flight: _Flight) -> str:
+        dtype = self.contract.output_of(self.contract.taps[0]).dtype
+        return f"{[flight.plan.total_rows, self.contract.architecture.hidden_size]} {dtype}"
+
+    def _unpromised(self, flight: _Flight, found: str) -> PlanError:
+        return PlanError(
+            "the model's output is not the states that the contract promises",
+            expected=self._promised(flight),
+            found=found,
+            fix="capture a decoder that returns its states alone, with a contract of its own from captured_contract",
+        )
 
     def _answers_of(self, flight: _Flight, output: Any) -> list[Record | Failure]:
         has_all = any(tap.rows == "all" for tap in self.contract.taps)

@@ -68,11 +68,17 @@ def token_ids_of(arguments: dict[str, Any], step: Step) -> np.ndarray:
 
 
 def check_step(arguments: dict[str, Any], step: Step) -> None:
-    """Raise PlanError, before anything runs, when the prompts of a step would not give all their rows, whole."""
+    """Raise PlanError, before anything runs, when the prompts of a step would not give all their rows, whole.
+
+    Upstream may give the length of the part that runs as ``prompt_lens``. Then the first part of a chunked prompt looks
+    whole, but its tokens are no announced request's; the next part has rows in the cache and is refused here.
+    """
     metadata = arguments["attn_metadata"]
     cached = getattr(metadata.kv_cache_params, "num_cached_tokens_per_seq", None)  # no parameters: no cache
+    lengths = metadata.prompt_lens
     for index in range(step.num_contexts):
-        whole, num_cached = int(metadata.prompt_lens[index]), 0 if cached is None else int(cached[index])
+        num_cached = 0 if cached is None else int(cached[index])
+        whole = num_cached + step.row_counts[index] if lengths is None else int(lengths[index])
         if num_cached or whole != step.row_counts[index]:
             raise PlanError(
                 f"only a part of request {step.request_ids[index]}'s prompt is in this step: chunked prefill or block reuse",

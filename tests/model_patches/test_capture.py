@@ -273,11 +273,11 @@ def test_metadata_that_changes_during_the_forward_is_refused_and_counted(model, 
         (lambda output: output[:, :-1], "not the states that the contract promises"),
         (lambda output: output.half(), "not the states that the contract promises"),
         (lambda output: output[None], "what came back is not batch 0"),
+        (lambda output: (output, output), "not the states that the contract promises"),
     ],
-    ids=["a row less", "twice the rows", "other size", "other dtype", "padded"],
+    ids=["a row less", "twice the rows", "other size", "other dtype", "padded", "a pair"],
 )
 def test_an_output_that_is_not_the_promised_rows_is_refused(model, contract, after, words):
-    model.lm_head = torch.nn.Identity()
     captured = meddled(model, contract, after=after)
     captured.expect(items(2))
     with pytest.raises(PlanError, match=words):
@@ -389,6 +389,28 @@ def test_a_step_that_would_not_give_whole_prompts_is_refused_before_it_runs(mode
     with pytest.raises(PlanError, match=words):
         model.forward(metadata, input_ids=input_ids)
     assert not ran and captured.stats()["made"] == 0 and captured.stats()["waiting"] == 2
+
+
+def test_a_chunked_prompt_is_never_answered_even_where_each_part_looks_whole(model, captured):
+    (whole,) = items(2)[1:]
+    captured.expect([whole])
+    first, rest = whole.token_ids[:1].tolist(), whole.token_ids[1:].tolist()
+    step(model, [(5, first)])
+    metadata = AttentionMetadata()
+    input_ids = write_step(metadata, [(5, rest)])
+    metadata.kv_cache_params.num_cached_tokens_per_seq = [1]
+    with pytest.raises(PlanError, match="chunked prefill or block reuse"):
+        model.forward(metadata, input_ids=input_ids)
+    assert captured.take() == [] and captured.stats()["waiting"] == 1
+
+
+def test_no_word_about_prompt_lengths_is_served(model, captured):
+    captured.expect(items(2))
+    metadata = AttentionMetadata()
+    input_ids = write_step(metadata, prompts_of(items(2)))
+    metadata.prompt_lens = None
+    model.forward(metadata, input_ids=input_ids)
+    check(model, captured.finish(), items(2))
 
 
 def test_no_cache_at_all_is_served(model, captured):
