@@ -80,7 +80,7 @@ def random_decoder(a: Architecture, *, is_fp8: bool, max_seq_len: int, device: s
         )
         for _ in range(a.num_layers)
     )
-    rope = Rope(*(torch.from_numpy(table).to(device) for table in rope_tables(a, max_seq_len)))
+    rope = Rope(*(torch.from_numpy(table).to(device, torch.float16) for table in rope_tables(a, max_seq_len)))
     embedding = weight(a.vocab_size, a.hidden_size, a.hidden_size**0.5)
     return Decoder(embedding, layers, norm, heads, rope)
 

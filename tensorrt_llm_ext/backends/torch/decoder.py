@@ -23,9 +23,6 @@ from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Lin
 from tensorrt_llm_ext.backends.torch.workspace import Workspace
 from tensorrt_llm_ext.taps import Tap
 
-LONG = 256
-"""Mean tokens of a sequence from which the kernels work as long ones want it (and always, where batches must not matter)."""
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -66,8 +63,7 @@ def forward(operations: ModuleType, decoder: Decoder, space: Workspace, batch: B
     op, taps = operations, tuple(batch.outputs)
     num_tokens = len(batch.input_ids)
     space = space.of(num_tokens)
-    is_long = space.step is not None or num_tokens > LONG * len(batch.sequence_lengths)
-    where = op.layout(batch.sequence_lengths, num_tokens, is_long, space.places)
+    where = op.layout(batch.sequence_lengths, num_tokens, space.places)
     x, delta, last = space.x, None, batch.last_token_ids
     op.embed(batch.input_ids, decoder.embedding, x)
     _give(op, decoder, space, batch, where, 0, x, delta, last)

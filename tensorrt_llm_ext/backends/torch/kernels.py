@@ -37,7 +37,11 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows)
 def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
     """See ``plain.swiglu``."""
     size = gate_up.shape[1] // 2
-    _swiglu[(len(gate_up),)](gate_up, out.values, _scales(out), size, IS_FP8=out.scales is not None, **_row(size))
+    first, second, third = _pieces(size)
+    _swiglu[(len(gate_up),)](
+        gate_up, out.values, _scales(out), size, IS_FP8=out.scales is not None, FIRST=first, SECOND=second, THIRD=third,
+        num_warps=min(max(first // 1024, 1), 8),
+    )  # fmt: skip
 
 
 def gather(rows: torch.Tensor, last_token_ids: torch.Tensor | None, out: Rows) -> None:
@@ -102,6 +106,14 @@ def _row(size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 16)}
 
 
+def _pieces(size: int) -> tuple[int, int, int]:
+    """Divide a row into powers of two, of which only the last reaches past its end: one block wastes up to half its lanes."""
+    first = triton.next_power_of_2(size + 1) // 2
+    second = triton.next_power_of_2(size - first + 1) // 2 if size > first else 0
+    rest = size - first - second
+    return first, second, triton.next_power_of_2(rest) if rest else 0
+
+
 def _scales(rows: Rows) -> torch.Tensor:
     return rows.values if rows.scales is None else rows.scales
 
@@ -144,14 +156,39 @@ def _add_norm(x, delta, weight, values, scales, size, eps,
 
 
 @triton.jit
-def _swiglu(gate_up, values, scales, size, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_piece(place, size, columns, inside):
+    gate = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + size + columns, mask=inside, other=0.0).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _swiglu(gate_up, values, scales, size, IS_FP8: tl.constexpr,
+            FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    place = gate_up + index * 2 * size + columns
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + size, mask=inside, other=0.0).to(tl.float32)
-    _write(gate * tl.sigmoid(gate) * up, values, scales, index, size, columns, inside, IS_FP8)
+    place = gate_up + index * 2 * size
+    columns1 = tl.arange(0, FIRST)
+    row1 = _swiglu_piece(place, size, columns1, columns1 < size)
+    largest = tl.max(tl.abs(row1), 0)
+    if SECOND > 0:
+        columns2 = FIRST + tl.arange(0, SECOND)
+        row2 = _swiglu_piece(place, size, columns2, columns2 < size)
+        largest = tl.maximum(largest, tl.max(tl.abs(row2), 0))
+    if THIRD > 0:
+        columns3 = FIRST + SECOND + tl.arange(0, THIRD)
+        row3 = _swiglu_piece(place, size, columns3, columns3 < size)
+        largest = tl.maximum(largest, tl.max(tl.abs(row3), 0))
+    factor = 1.0
+    if IS_FP8:
+        scale = tl.maximum(largest, 1e-12) / 448.0
+        tl.store(scales + index, scale)
+        factor = 1.0 / scale
+    out = values + index * size
+    tl.store(out + columns1, (row1 * factor).to(values.dtype.element_ty), mask=columns1 < size)
+    if SECOND > 0:
+        tl.store(out + columns2, (row2 * factor).to(values.dtype.element_ty), mask=columns2 < size)
+    if THIRD > 0:
+        tl.store(out + columns3, (row3 * factor).to(values.dtype.element_ty), mask=columns3 < size)
 
 
 @triton.jit

@@ -52,7 +52,8 @@ def load_decoder(
         embedding = load("model.embed_tokens.weight")
         layers = tuple(_layer(load, a, number, index, is_fp8) for number in range(num_layers))
         final_norm = Norm(load("model.norm.weight"), a.norm_eps)
-    cos, sin = (torch.from_numpy(table).to(device) for table in rope_tables(a, max_seq_len))
+    tables = torch.float32 if dtype == torch.float32 else torch.float16
+    cos, sin = (torch.from_numpy(table).to(device, tables) for table in rope_tables(a, max_seq_len))
     return Decoder(embedding, layers, final_norm, Heads(a.num_heads, a.num_kv_heads, a.head_dim), Rope(cos, sin))
 
 

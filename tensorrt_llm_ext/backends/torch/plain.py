@@ -13,10 +13,10 @@ from tensorrt_llm_ext.backends.torch.values import FP8_MAX, HeadNorms, Heads, La
 TINY = 1e-12  # a row of zeros gets this scale: it stays zero
 
 
-def layout(lengths: torch.Tensor, num_tokens: int, is_long: bool, space: torch.Tensor) -> Layout:
+def layout(lengths: torch.Tensor, num_tokens: int, space: torch.Tensor) -> Layout:
     """Find where each sequence of ``lengths`` (int32 ``[B]``) begins. ``space`` is the kernels' int32 memory for it."""
     starts = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
-    return Layout(lengths, starts, num_tokens, is_long)
+    return Layout(lengths, starts, num_tokens)
 
 
 def embed(token_ids: torch.Tensor, table: torch.Tensor, x: torch.Tensor) -> None:

@@ -68,7 +68,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Rope:
-    """Cosines and sines of every position, float32 ``[max_seq_len, head_dim // 2]``."""
+    """Cosines and sines of every position, ``[max_seq_len, head_dim // 2]``: float32, or float16 for 16-bit rows.
+
+    float16's 11 bits are an eighth of bfloat16's rounding, and half of what a program has to read.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -93,8 +96,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the batch's sequences lie among its packed rows. ``lengths`` and ``starts`` are int32 ``[B]``;
-    ``is_long`` says that the kernels shall work as long sequences want it.
+    """Where the batch's sequences lie among its packed rows. ``lengths`` and ``starts`` are int32 ``[B]``.
 
     ``tiles`` (int32 ``[num_tiles, 3]``: first row of the sequence, position of the tile's first query, length of the
     sequence; length 0: no tile) divides the queries of all sequences among a kernel's programs. The plain operations
@@ -104,5 +106,4 @@ class Layout:
     lengths: torch.Tensor
     starts: torch.Tensor
     num_tokens: int
-    is_long: bool
     tiles: torch.Tensor | None = None

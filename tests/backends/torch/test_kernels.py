@@ -19,7 +19,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 DTYPE = torch.float32 if IS_INTERPRETED else torch.bfloat16
 CLOSE = {"atol": 1e-5, "rtol": 1e-5} if IS_INTERPRETED else {"atol": 2e-2, "rtol": 2e-2}  # bfloat16: 8 bits
 SIZE = 80  # not a power of two
-LENGTHS = (5, 1, 130, 3, 257)
+LENGTHS = (5, 1, 130, 128, 257)  # short ones, one that fills a tile, and long ones
 
 
 def random(*shape, dtype=None, seed=0):
@@ -79,10 +79,11 @@ def test_the_stream_is_added_to_and_normalised(is_fp8, has_delta):
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_swiglu(is_fp8):
-    found, expected = rows_pair(6, SIZE, is_fp8)
+@pytest.mark.parametrize("size", [SIZE, 64, 96, 112, 1000])
+def test_swiglu(is_fp8, size):
+    found, expected = rows_pair(6, size, is_fp8)
     for module, out in ((kernels, found), (plain, expected)):
-        module.swiglu(random(6, 2 * SIZE), out)
+        module.swiglu(random(6, 2 * size), out)
     assert_same_rows(found, expected)
 
 
@@ -117,10 +118,9 @@ def test_tapped_rows_are_taken(has_norm, has_delta, last, dtype):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("heads", [Heads(4, 2, 32), Heads(3, 3, 16), Heads(6, 1, 20)], ids=str)
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_attention_of_packed_sequences(is_long, heads, has_norm):
+def test_attention_of_packed_sequences(heads, has_norm):
     num_tokens = sum(LENGTHS)
     qkv = random(num_tokens + 11, heads.fused_size)
     qkv[num_tokens:] = float("nan")  # rows past the tokens reach no other row
@@ -130,8 +130,8 @@ def test_attention_of_packed_sequences(is_long, heads, has_norm):
     found, expected = (torch.full((len(qkv), heads.q_size), float("nan"), dtype=DTYPE, device=DEVICE) for _ in range(2))
     for module, out in ((kernels, found), (plain, expected)):
         space = torch.zeros(4000, dtype=torch.int32, device=DEVICE)
-        where = module.layout(ids(*LENGTHS), num_tokens, is_long, space)
-        assert where.starts.tolist() == [0, 5, 6, 136, 139]
+        where = module.layout(ids(*LENGTHS), num_tokens, space)
+        assert where.starts.tolist() == [0, 5, 6, 136, 264]
         module.attention(qkv.clone(), heads, rope, norms, where, out)
     torch.testing.assert_close(found[:num_tokens], expected[:num_tokens], **CLOSE)
 
@@ -142,7 +142,7 @@ def test_a_nan_stays_in_its_own_sequence():
     qkv[4:10] = float("nan")
     out = torch.zeros(13, heads.q_size, dtype=DTYPE, device=DEVICE)
     rope = Rope(torch.ones(6, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE))
-    where = kernels.layout(ids(*lengths), 13, False, torch.zeros(400, dtype=torch.int32, device=DEVICE))
+    where = kernels.layout(ids(*lengths), 13, torch.zeros(400, dtype=torch.int32, device=DEVICE))
     kernels.attention(qkv, heads, rope, None, where, out)
     assert torch.isfinite(out[:4]).all() and torch.isfinite(out[10:]).all() and not torch.isfinite(out[4:10]).any()
 
@@ -152,7 +152,7 @@ def test_the_mean_of_each_sequence():
     found, expected = (torch.full((len(LENGTHS), 150), float("nan"), device=DEVICE) for _ in range(2))
     for module, out in ((kernels, found), (plain, expected)):
         space = torch.zeros(4000, dtype=torch.int32, device=DEVICE)
-        module.mean(rows, module.layout(lengths, len(rows), False, space), out)
+        module.mean(rows, module.layout(lengths, len(rows), space), out)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
