@@ -116,7 +116,7 @@ Slot* PinnedArena::take_free() {
 SlotRef PinnedArena::acquire(Clock::time_point deadline) {
     std::unique_lock lock(mutex_);
     for (bool has_waited = false;; has_waited = true) {
-        if (is_closed_) throw Error(Kind::closed, "the arena is closed", "an open session", "a closed one", "open a new session");
+        if (is_closed_) throw session_closed();
         if (Slot* slot = take_free()) {
             slot->reset();
             slot->home_ = shared_from_this();
@@ -156,10 +156,11 @@ PinnedArena::Stats PinnedArena::stats() const {
 }
 
 Error PinnedArena::none_free(double waited_s) const {
-    const Stats now = stats();
-    return Error(Kind::deadline, "no slot came home in " + std::to_string(waited_s) + " s", "a free slot",
-                 std::to_string(now.slots_out) + " of " + std::to_string(now.num_slots) + " slots have an owner, the others a stream that may still write to them",
-                 "let go of records (their rows lie in the slots), wait for tickets, or open the session with more slots");
+    std::lock_guard lock(mutex_);
+    std::string found = std::to_string(slots_.size() - free_.size()) + " slots out";
+    if (!free_.empty()) found += ", " + std::to_string(free_.size()) + " at home that a stream may still write to";
+    return Error(Kind::deadline, "no slot came free in " + seconds_text(waited_s), "one free slot of " + std::to_string(slots_.size()), found,
+                 "wait for a ticket before submitting the next batch, let go of views, or open the session with more slots");
 }
 
 }  // namespace tensorrt_llm_ext

@@ -209,9 +209,13 @@ std::shared_ptr<PinnedArena> open_arena(size_t slot_bytes, size_t num_slots, con
     return arena;
 }
 
-SlotRef acquire(const std::shared_ptr<PinnedArena>& arena, double timeout_s) {
+SlotRef acquire(const std::shared_ptr<PinnedArena>& arena, double timeout_s, const std::optional<std::shared_ptr<Stream>>& stream) {
     SlotRef slot;
-    if (!wait_patiently(timeout_s, [&](Clock::time_point deadline) { return bool(slot = arena->acquire(deadline)); })) throw arena->none_free(timeout_s);
+    const auto attempt = [&](Clock::time_point deadline) {
+        if (stream) (*stream)->raise_if_ended();  // what it failed with, or that it was closed: no slot will come home from it
+        return bool(slot = arena->acquire(deadline));
+    };
+    if (!wait_patiently(timeout_s, attempt)) throw arena->none_free(timeout_s);
     return slot;
 }
 
@@ -316,7 +320,8 @@ PYBIND11_MODULE(_runtime, module) {
 
     arena.def(py::init(&open_arena), "slot_bytes"_a, "num_slots"_a, "driver"_a = py::none(),
               "Map the slots. Raises OutOfMemory with the bytes needed and free, and keeps nothing then.");
-    arena.def("acquire", acquire, "timeout_s"_a, "Take a free slot, or wait for one to come home. Raises DeadlineExceeded, or SessionClosed after close().");
+    arena.def("acquire", acquire, "timeout_s"_a, "stream"_a = py::none(),
+              "Take a free slot, or wait for one to come home. Raises DeadlineExceeded, SessionClosed after close(), and what stream ended with.");
     arena.def("close", &PinnedArena::close, "Give out no more slots. The memory goes with the last slot; views stay valid until then.");
     arena.def("stats", arena_stats, "mapped_bytes, is_huge (pages of the kernel's pool), num_slots, slots_out, acquired, waited (acquired late).");
     arena.def_property_readonly("num_slots", &PinnedArena::num_slots);
@@ -367,6 +372,9 @@ PYBIND11_MODULE(_runtime, module) {
     view.def_property_readonly("dtype", [](const View& self) { return self.dtype->name; });
     view.def_property_readonly("shape", shape_of);
 
+    py::tuple known_inputs(std::size(kKnownInputs));
+    for (size_t i = 0; i < std::size(kKnownInputs); ++i) known_inputs[i] = kKnownInputs[i].name;
+    module.attr("KNOWN_INPUTS") = known_inputs;
     module.def("pack", pack_arrays, "layout"_a, "token_ids"_a, "offsets"_a, "slot"_a, py::kw_only(), "convention"_a, "batch"_a, "digest"_a,
                "last_token_ids"_a = py::none(),
                "Write every input of a batch into the slot; sequence i is token_ids[offsets[i]:offsets[i + 1]]. The 16 bytes of digest and the batch's number travel with it. last_token_ids replaces the computed values.");

@@ -1,10 +1,9 @@
 // Errors: what happened, what was expected, what was found and what to do; bindings.cpp maps each kind to its Python class.
 #pragma once
 
-#include <cstdint>
+#include <cstdio>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -30,5 +29,18 @@ public:
     std::string sentence, expected, found, fix;
     std::shared_ptr<void> cause;  // the exception object of another language; opaque here
 };
+
+// A number of seconds for a message: "0.05 s".
+inline std::string seconds_text(double seconds) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g s", seconds);
+    return text;
+}
+
+// What a session that was closed answers.
+inline Error session_closed() {
+    return Error(Kind::closed, "the session was closed", "an open session", "a closed one",
+                 "wait for every ticket before closing the session, or open a new one");
+}
 
 }  // namespace tensorrt_llm_ext

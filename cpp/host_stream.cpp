@@ -38,6 +38,7 @@ public:
     }
 
     void serve() {
+        pthread_setname_np(pthread_self(), "host-stream");
         std::unique_lock lock(mutex_);
         while (true) {
             work_.wait(lock, [&] { return num_jobs_ > 0 || is_stopping_; });
@@ -141,16 +142,11 @@ HostStream::HostStream(uint32_t first_value)
 }
 
 HostStream::~HostStream() {
-    if (std::this_thread::get_id() == thread_.get_id()) {  // the last owner was a slot that the worker itself let go of
-        if (!is_closed_.exchange(true)) --counters.streams_open;
-        worker_->stop();
-        thread_.detach();
-        return;
-    }
+    const bool is_own_thread = std::this_thread::get_id() == thread_.get_id();  // a slot that the worker let go of was the last owner
     try {
         close(Clock::now() + kLastChance);
     } catch (const Error&) {
-        ++counters.destructor_errors;
+        if (!is_own_thread) ++counters.destructor_errors;
     }
 }
 
@@ -158,9 +154,10 @@ void HostStream::close(Clock::time_point deadline) {
     if (is_closed_.exchange(true)) return;
     --counters.streams_open;
     // What has not begun is dropped: whoever waits for it learns so.
-    failure_->set(std::nullopt, Error(Kind::closed, "the stream was closed", "an open stream", "a closed one", "wait for every ticket before closing"));
+    failure_->set(std::nullopt, session_closed());
     release();
-    const bool is_drained = worker_->drain(deadline);
+    const bool is_own_thread = std::this_thread::get_id() == thread_.get_id();  // a finalizer may run anywhere
+    const bool is_drained = !is_own_thread && worker_->drain(deadline);
     worker_->stop();
     if (is_drained) return thread_.join();
     thread_.detach();  // it owns what it needs, and ends when its call returns

@@ -10,6 +10,8 @@ namespace tensorrt_llm_ext {
 
 namespace {
 
+constexpr size_t kTooMany = size_t{1} << 60;  // bytes: more than any machine has, and far from overflow
+
 // DLPack's codes: 0 int, 1 uint, 2 float, 4 bfloat, 6 bool, 10 and 12 the float8 kinds.
 constexpr Dtype kDtypes[] = {
     {"float32", 4, 2}, {"float16", 2, 2}, {"bfloat16", 2, 4}, {"float8_e4m3fn", 1, 10}, {"float8_e5m2", 1, 12},
@@ -106,23 +108,26 @@ bool Layout::has_gather_input() const {
     return std::any_of(tensors_.begin(), tensors_.end(), [](const Tensor& tensor) { return tensor.name == kGatherInput; });
 }
 
-size_t Layout::max_elements(const Tensor& tensor) const {
-    size_t elements = 1;
+size_t Layout::max_bytes(const Tensor& tensor) const {
+    size_t num_bytes = tensor.dtype->num_bytes;
+    const auto times = [&](int64_t factor) {
+        if (__builtin_mul_overflow(num_bytes, static_cast<size_t>(factor), &num_bytes)) num_bytes = kTooMany;
+    };
     bool has_batch = false, has_longest = false;
     for (const Dimension& dimension : tensor.shape) {
         if (dimension.symbol == 'B') has_batch = true;
         else if (dimension.symbol == 'S') has_longest = true;
-        else elements *= static_cast<size_t>(dimension.symbol == 'T' ? limits_.max_num_tokens : dimension.size);
+        else times(dimension.symbol == 'T' ? limits_.max_num_tokens : dimension.size);
     }
-    if (has_batch && has_longest) return elements * static_cast<size_t>(limits_.max_padded_tokens);  // bounded together
-    if (has_batch) elements *= static_cast<size_t>(limits_.max_batch_size);
-    if (has_longest) elements *= static_cast<size_t>(limits_.max_seq_len);
-    return elements;
+    if (has_batch && has_longest) times(limits_.max_padded_tokens);  // bounded together
+    else if (has_batch) times(limits_.max_batch_size);
+    else if (has_longest) times(limits_.max_seq_len);
+    return std::min(num_bytes, kTooMany);
 }
 
 size_t Layout::slot_bytes() const {
     size_t num_bytes = 2 * kStampBytes;
-    for (const Tensor& tensor : tensors_) num_bytes += aligned(max_elements(tensor) * tensor.dtype->num_bytes);
+    for (const Tensor& tensor : tensors_) num_bytes = std::min(num_bytes + aligned(max_bytes(tensor)), kTooMany);
     return num_bytes;
 }
 

@@ -99,7 +99,7 @@ public:
     Spans for_each(const Sizes& sizes, Visit visit) const;
 
 private:
-    size_t max_elements(const Tensor& tensor) const;
+    size_t max_bytes(const Tensor& tensor) const;
 
     Limits limits_;
     std::vector<Tensor> tensors_;

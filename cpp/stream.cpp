@@ -6,18 +6,12 @@ namespace tensorrt_llm_ext {
 
 namespace {
 
-Error closed(const std::string& what, const std::string& found) {
-    return Error(Kind::closed, what, "an open session", found, "open a new session; resume the run, which skips what was committed");
-}
-
 // What a call raised, in words alone.
 Error without_cause(Error error) {
     if (error.kind == Kind::call) error.kind = Kind::backend;
     error.cause.reset();
     return error;
 }
-
-double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 }  // namespace
 
@@ -37,13 +31,15 @@ void Failure::raise_if_set(std::optional<uint64_t> batch) {
         if (error_->kind == Kind::call) *error_ = without_cause(*error_);
         throw error;
     }
-    throw closed(batch ? "batch " + std::to_string(*batch) + " did not come back: the stream failed before it" : "the stream failed earlier",
-                 error_->sentence + ": " + error_->found);
+    if (error_->kind == Kind::closed) throw *error_;
+    throw Error(Kind::closed,
+                batch ? "batch " + std::to_string(*batch) + " did not come back: the session failed before it" : "the session failed earlier",
+                "an open session", error_->sentence + ": " + error_->found, "open a new session, and submit again what did not come back");
 }
 
 void Stream::raise_if_ended() const {
     failure_->raise_if_set(std::nullopt);
-    if (is_closed_) throw closed("the stream is closed", "a closed one");
+    if (is_closed_) throw session_closed();
 }
 
 // Enqueues, or ends the stream with what went wrong. A plan that is refused was refused before anything was enqueued.
@@ -133,11 +129,12 @@ Ticket::~Ticket() {
 }
 
 Error Ticket::late(double waited_s) const {
-    return Error(Kind::deadline, "batch " + std::to_string(batch_) + " did not come back in " + std::to_string(waited_s) + " s",
+    const std::chrono::duration<double> age = Clock::now() - rung_at_;
+    return Error(Kind::deadline, "batch " + std::to_string(batch_) + " did not come back in " + seconds_text(waited_s),
                  "doorbell value " + std::to_string(value_),
-                 "the stream last wrote " + std::to_string(stream_->last_written()) + ", " + std::to_string(seconds(Clock::now() - rung_at_)) +
-                     " s after the batch was enqueued; it " + stream_->state(),
-                 "wait longer if the engine is still working; otherwise close the session and resume the run");
+                 "the stream last wrote " + std::to_string(stream_->last_written()) + "; it " + stream_->state() + ", " +
+                     seconds_text(age.count()) + " after the batch was enqueued",
+                 "wait again, give a longer deadline, or build the engine with fewer tokens a batch");
 }
 
 }  // namespace tensorrt_llm_ext

@@ -81,6 +81,7 @@ public:
     bool has_rung(uint32_t value) const { return doorbell_->has_rung(value); }
     uint32_t last_written() const { return doorbell_->from_stream().value.load(std::memory_order_acquire); }
 
+    void raise_if_ended() const;              // what it failed with, or that it was closed
     virtual bool is_idle() = 0;               // has all that was enqueued finished? Throws the sticky failure
     virtual bool is_quiet() noexcept = 0;     // can nothing that was enqueued touch memory any more?
     virtual uintptr_t handle() const = 0;     // what an engine's enqueue takes
@@ -100,8 +101,6 @@ protected:
     virtual void enqueue_wait(uint32_t value) = 0;
     virtual void notify() = 0;  // the host's line or the failure changed
     virtual bool await(uint32_t value, uint64_t batch, Clock::time_point deadline) = 0;
-
-    void raise_if_ended() const;
 
     const std::shared_ptr<Doorbell> doorbell_;
     const std::shared_ptr<Failure> failure_;

@@ -6,7 +6,7 @@ import collections.abc
 import numpy
 import typing
 import typing_extensions
-__all__: list[str] = ['CudaStream', 'Driver', 'HostStream', 'Layout', 'PinnedArena', 'Slot', 'Stream', 'Ticket', 'View', 'pack', 'stats']
+__all__: list[str] = ['CudaStream', 'Driver', 'HostStream', 'KNOWN_INPUTS', 'Layout', 'PinnedArena', 'Slot', 'Stream', 'Ticket', 'View', 'pack', 'stats']
 class Driver:
     """
     The CUDA driver, opened by path, with the primary context of one device.
@@ -32,9 +32,9 @@ class PinnedArena:
         """
         Map the slots. Raises OutOfMemory with the bytes needed and free, and keeps nothing then.
         """
-    def acquire(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> Slot:
+    def acquire(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex, stream: Stream | None = None) -> Slot:
         """
-        Take a free slot, or wait for one to come home. Raises DeadlineExceeded, or SessionClosed after close().
+        Take a free slot, or wait for one to come home. Raises DeadlineExceeded, SessionClosed after close(), and what stream ended with.
         """
     def close(self) -> None:
         """
@@ -204,3 +204,4 @@ def stats() -> dict[str, int]:
     """
     What the module holds now and did so far, over all its objects.
     """
+KNOWN_INPUTS: tuple = ('input_ids', 'position_ids', 'attention_rows', 'packed_slots', 'last_token_ids', 'sequence_lengths', 'context_lengths', 'host_context_lengths', 'host_request_types', 'host_max_attention_window_sizes', 'host_sink_token_length', 'host_runtime_perf_knobs', 'host_context_progress')

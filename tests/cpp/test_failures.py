@@ -149,7 +149,7 @@ def test_a_failing_batch_fails_with_its_own_error_and_those_behind_it_with_the_r
     with pytest.raises(BackendError, match="batch 0|the model broke|FloatingPointError"):  # and again: a failure stays
         first.wait(PATIENCE_S)
     slot = None
-    with pytest.raises(SessionClosed, match="failed earlier"):
+    with pytest.raises(SessionClosed, match="session failed earlier"):
         slot = rig.submit([[3]])
     assert slot is None
     del first, second, error

@@ -110,7 +110,7 @@ def test_a_ticket_that_is_dropped_gives_its_slot_back_only_when_the_stream_is_pa
     rig.engine.before = lambda: gate.wait(PATIENCE_S)
     ticket = rig.submit([[1, 2, 3]])
     del ticket
-    with pytest.raises(DeadlineExceeded, match="no slot came home"):
+    with pytest.raises(DeadlineExceeded, match="no slot came free"):
         rig.arena.acquire(0.1)
     gate.set()
     rig.engine.before = lambda: None
