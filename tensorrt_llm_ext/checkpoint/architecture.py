@@ -161,11 +161,11 @@ def _refuse_unserved_features(config: dict) -> None:
             found=f"hidden_act {activation!r}",
             fix="use a checkpoint with SiLU",
         )
-    if config.get("is_causal") is False:  # embedding models made of decoders: transformers then drops the causal mask
+    if not config.get("is_causal", True):  # embedding models made of decoders: transformers then drops the mask
         raise UnsupportedCheckpoint(
             "attention that looks at later tokens is not served",
             expected="a causal decoder",
-            found="is_causal false",
+            found=f"is_causal {config['is_causal']!r}",
             fix="use a causal checkpoint",
         )
 

@@ -6,7 +6,6 @@ known here are refused: another rule gives other tokens, which nobody would noti
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import tokenizers
 from gguf import TokenType
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from tensorrt_llm_ext.checkpoint.fields import integer, names
+from tensorrt_llm_ext.checkpoint.fields import boolean, integer, names
 from tensorrt_llm_ext.checkpoint.gguf_file import GgufFile
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
@@ -38,35 +37,26 @@ _QWEN2_SPLIT = _WORDS + r"\p{N}" + _REST
 class _ByteLevel:
     """How a byte-level BPE prepares text. ``ignore_merges``: a word that is in the vocabulary is one token."""
 
-    split: Callable[[], list[Any]]
-    normalizer: Callable[[], Any] | None = None
+    split: pre_tokenizers.PreTokenizer
+    normalizer: normalizers.Normalizer | None = None
     ignore_merges: bool = False
     add_bos: bool = False  # where the file does not say
 
 
-def _gpt2() -> list[Any]:
-    return [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+def _split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _digits_then_gpt2() -> list[Any]:
-    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2()]
-
-
-def _by(pattern: str) -> Callable[[], list[Any]]:
-    return lambda: [
-        pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-
-
-_LLAMA3 = _ByteLevel(_by(_LLAMA3_SPLIT), ignore_merges=True, add_bos=True)
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)  # its own split is GPT-2's
+_LLAMA3 = _ByteLevel(_split_by(_LLAMA3_SPLIT), ignore_merges=True, add_bos=True)
 _BYTE_LEVEL = {
-    "gpt-2": _ByteLevel(_gpt2),
-    "smollm": _ByteLevel(_digits_then_gpt2),
+    "gpt-2": _ByteLevel(_GPT2),
+    "smollm": _ByteLevel(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "qwen2": _ByteLevel(_by(_QWEN2_SPLIT), normalizer=normalizers.NFC),
+    "qwen2": _ByteLevel(_split_by(_QWEN2_SPLIT), normalizer=normalizers.NFC()),
 }
 
 
@@ -123,7 +113,7 @@ def _one_per_token(file: GgufFile, fields: dict[str, Any], key: str) -> np.ndarr
 
 def _byte_level(file: GgufFile, fields: dict[str, Any], vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
     """BPE over bytes, each written as a printable letter (GPT-2, Llama 3, Qwen, SmolLM)."""
-    kind = _BYTE_LEVEL.get(fields.get("pre"))
+    kind = _BYTE_LEVEL.get(str(fields.get("pre")))
     if kind is None:
         raise UnsupportedCheckpoint(
             f"how '{file.path}' splits text before BPE is not known",
@@ -134,8 +124,8 @@ def _byte_level(file: GgufFile, fields: dict[str, Any], vocab: dict[str, int]) -
     merges = [tuple(merge.split(" ", 1)) for merge in names(fields, "merges")]
     rust = _model(file, vocab=vocab, merges=merges, ignore_merges=kind.ignore_merges)
     if kind.normalizer:
-        rust.normalizer = kind.normalizer()
-    rust.pre_tokenizer = pre_tokenizers.Sequence(kind.split())
+        rust.normalizer = kind.normalizer
+    rust.pre_tokenizer = kind.split
     rust.decoder = decoders.ByteLevel()
     return rust, kind.add_bos
 
@@ -147,7 +137,7 @@ def _sentencepiece(
     scores = _one_per_token(file, fields, "scores")
     merges = _merges_by_score(vocab, scores, fields["token_type"])
     rust = _model(file, vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    has_prefix = bool(fields.get("add_space_prefix", True))
+    has_prefix = boolean(fields, "add_space_prefix", True)
     prefix = [normalizers.Prepend("\u2581")] if has_prefix else []
     rust.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
@@ -165,8 +155,8 @@ def _merges_by_score(vocab: dict[str, int], scores: np.ndarray, types: np.ndarra
             for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token))):
                 if left in vocab and right in vocab:
                     pairs.append((-scores[i], i, vocab[left], vocab[right]))
-    names = {i: token for token, i in vocab.items()}
-    return [(names[left], names[right]) for _, _, left, right in sorted(pairs)]
+    token_of = {i: token for token, i in vocab.items()}
+    return [(token_of[left], token_of[right]) for _, _, left, right in sorted(pairs)]
 
 
 def _model(file: GgufFile, **settings: Any) -> tokenizers.Tokenizer:
@@ -197,7 +187,7 @@ def _set_post_processor(
     """Add BOS and EOS as the file says; ``add_bos`` is for a file that does not."""
 
     def added(name: str, is_default: bool) -> list[str]:
-        if not bool(fields.get(f"add_{name}", is_default)):
+        if not boolean(fields, f"add_{name}", is_default):
             return []
         if name not in special_tokens:
             raise _contradiction(file, f"a {_SPECIAL[name]}, since {name} is added to every text", "none")

@@ -1,4 +1,8 @@
-"""Tokenizer: from text to token ids, as transformers' AutoTokenizer gives them, over the ``tokenizers`` package.
+"""Tokenizer: from text to token ids, over the ``tokenizers`` package.
+
+tokenizer.json is the rule, as its maker trained with it, and transformers' AutoTokenizer gives the same ids. Where
+tokenizer_config.json names ``LlamaTokenizer`` beside a SentencePiece vocabulary, transformers 5 puts a rule of its own
+in the place of the file's; that rule drops the first of several spaces at the start of a text, and here they stay.
 
 Nothing is ever truncated or padded, whatever the checkpoint's files ask for.
 """
@@ -16,12 +20,15 @@ import numpy as np
 import tokenizers
 
 from tensorrt_llm_ext.checkpoint.chat import ChatTemplate
+from tensorrt_llm_ext.checkpoint.fields import settings
 from tensorrt_llm_ext.errors import DamagedCheckpoint, InputError, UnsupportedCheckpoint
 from tensorrt_llm_ext.fingerprint import fingerprint
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 """What ``Tokenizer.save`` writes."""
 
+# transformers' SPECIAL_TOKENS_ATTRIBUTES
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _COPY_AGAIN = "copy or download the file again"
 
 
@@ -79,6 +86,8 @@ class Tokenizer:
         ``special_tokens`` adds what the checkpoint's post-processor adds (BOS, EOS), as ``add_special_tokens`` of
         transformers. Raises InputError for a text that is not Unicode text; its ``index`` says which.
         """
+        if not all(isinstance(text, str) for text in texts):  # the library would take two texts for a pair
+            _refuse_texts(texts)
         try:
             encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         except Exception:  # the library's error does not say which text
@@ -185,34 +194,54 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Name the special tokens (``bos_token`` …), which a template may write."""
-    tokens = {}
-    for key, value in sorted(config.items()):
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            tokens[key] = content
-    return tokens
+    """Name the special tokens, which a template may write, in the order in which transformers numbers new ones."""
+    named = {key: _content(value) for key, value in sorted(config.items()) if key.endswith("_token")}
+    ordered = {key: named[key] for key in _NAMED_TOKENS if key in named} | named
+    return {key: content for key, content in ordered.items() if isinstance(content, str)}
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _add_tokens(rust: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
     """Add what tokenizer_config.json names and tokenizer.json lacks, with the ids that transformers gives."""
     known = {repr(token) for token in rust.get_added_tokens_decoder().values()}
-    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    added = [tokenizers.AddedToken(**token) for _, token in declared]
+    declared = settings(config, "added_tokens_decoder")
+    try:
+        tokens = [declared[i] for i in sorted(declared, key=int)]
+        added = [tokenizers.AddedToken(**{**token, "content": token["content"]}) for token in tokens]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(
+            "the added tokens in tokenizer_config.json cannot be read",
+            expected="token ids, each with content and switches",
+            found=f"{type(error).__name__}: {error}",
+            fix=_COPY_AGAIN,
+        ) from error
     rust.add_tokens([token for token in added if repr(token) not in known])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = extra.values() if isinstance(extra, dict) else extra
     vocabulary = {token.content for token in rust.get_added_tokens_decoder().values()}
-    rust.add_special_tokens([token for token in special_tokens.values() if token not in vocabulary])
+    for token in [*special_tokens.values(), *map(_content, extra)]:
+        if token not in vocabulary:
+            rust.add_special_tokens([token])
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
     """Find the default chat template: a file of its own counts before tokenizer_config.json."""
     file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
+    template = file.read_text(encoding="utf-8", errors="replace") if file.exists() else config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry.get("name"): entry.get("template") for entry in template}
-    return template.get("default") if isinstance(template, dict) else template
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    template = template.get("default") if isinstance(template, dict) else template
+    if not isinstance(template, str | None):
+        raise DamagedCheckpoint(
+            "the chat template in tokenizer_config.json cannot be read",
+            expected="text, or several texts by name",
+            found=f"a {type(template).__name__}",
+            fix=_COPY_AGAIN,
+        )
+    return template
 
 
 def _refuse_texts(texts: Sequence[str]) -> None:

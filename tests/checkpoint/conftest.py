@@ -24,7 +24,7 @@ class GgufModel:
     """A tiny model to be written as GGUF: change ``fields`` and ``tensors`` (by llama.cpp's names), then ``write``."""
 
     def __init__(self, family: str, **config) -> None:
-        self.model = tiny_model(family, **{**SIZES, "head_dim": 32, "vocab_size": 256, **config})
+        self.model = tiny_model(family, **{**SIZES, "head_dim": 32, "vocab_size": 288, **config})
         self.arch = _ARCH[family]
         settings = self.model.config
         self.tensors = {

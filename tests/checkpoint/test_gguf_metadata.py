@@ -34,7 +34,7 @@ def opened(tmp_path, gguf_model):
 
 
 def rope_of(rope_scaling, theta=10_000.0):
-    sizes = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
+    sizes = dict(vocab_size=288, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
     config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 16384, "head_dim": 32, **sizes}
     return architecture_from_config({**config, "rope_theta": theta, "rope_scaling": rope_scaling}).rope
 

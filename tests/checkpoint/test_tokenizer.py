@@ -23,6 +23,7 @@ TEXTS = [
     "<s>hi</s>",
     "a<pad>b",
     "x <extra> y",
+    "<m><u><c>",
     "\u0000\x7f",
     "1 234 5678",
 ]
@@ -88,6 +89,14 @@ def with_a_special_token_in_the_config_alone(folder):
     change_config(folder, sep_token="<extra>")
 
 
+def with_several_tokens_in_the_config_alone(folder):
+    change_config(folder, unk_token="<u>", mask_token="<m>", cls_token="<c>", additional_special_tokens=["<extra>"])
+
+
+def with_another_eos(folder):
+    change_config(folder, eos_token="<pad>")
+
+
 def with_an_added_token_in_the_config_alone(folder):
     token = {"content": "<extra>", "lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
     known = {
@@ -123,6 +132,8 @@ VARIANTS = [
     with_flags_and_no_post_processor,
     with_padding_and_truncation,
     with_a_special_token_in_the_config_alone,
+    with_another_eos,
+    with_several_tokens_in_the_config_alone,
     with_an_added_token_in_the_config_alone,
     with_special_tokens_in_their_old_file,
     with_special_tokens_as_text,
@@ -179,10 +190,10 @@ def test_the_fingerprint_changes_with_what_decides_ids_and_not_with_the_template
     assert other_template.fingerprint() == before.fingerprint()
     assert other_template.template_hash() != before.template_hash()
     prints = {before.fingerprint()}
-    for variant in (with_eos, with_a_special_token_in_the_config_alone, with_special_tokens_as_text):
+    for variant in (with_eos, with_another_eos, with_a_special_token_in_the_config_alone, with_special_tokens_as_text):
         variant(folder)
         prints.add(Tokenizer.load(folder).fingerprint())
-    assert len(prints) == 4
+    assert len(prints) == 5
 
 
 def test_the_vocabulary_is_as_large_as_its_largest_id(folder):
@@ -199,7 +210,12 @@ def test_a_tokenizer_without_special_tokens_has_no_ids_for_them(folder):
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("a\ud800b", "can't encode character '\\ud800' in position 1"), (b"bytes", "a bytes"), (None, "a NoneType")],
+    [
+        ("a\ud800b", "can't encode character '\\ud800' in position 1"),
+        (b"bytes", "a bytes"),
+        (None, "a NoneType"),
+        (("a", "pair"), "a tuple"),
+    ],
 )
 def test_a_text_that_is_not_unicode_is_named_by_its_place(folder, text, found):
     with pytest.raises(InputError, match="text 2 of the batch is not Unicode text") as error:
@@ -231,4 +247,19 @@ def test_a_tokenizer_json_that_cannot_be_read_is_damage(folder, text):
 def test_a_config_that_is_not_a_json_object_is_damage(folder, text):
     (folder / "tokenizer_config.json").write_text(text)
     with pytest.raises(DamagedCheckpoint, match="tokenizer_config.json' is damaged"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("tokens", [{"x": {"content": "<a>"}}, {"259": {"contents": "<a>"}}, {"259": "<a>"}])
+def test_added_tokens_that_cannot_be_read_are_damage(folder, tokens):
+    change_config(folder, added_tokens_decoder=tokens)
+    with pytest.raises(DamagedCheckpoint, match="the added tokens in tokenizer_config.json cannot be read"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("template", [3, {"default": 3}, [{"name": "default", "template": ["x"]}]])
+def test_a_chat_template_that_is_not_text_is_damage(folder, template):
+    (folder / "chat_template.jinja").unlink()
+    change_config(folder, chat_template=template)
+    with pytest.raises(DamagedCheckpoint, match="the chat template in tokenizer_config.json cannot be read"):
         Tokenizer.load(folder)
