@@ -61,6 +61,17 @@ class RowCosine:
 
 
 @dataclass(frozen=True)
+class RowBeyond:
+    """A row beyond the tolerance: its largest difference, the limit it had, and its cosine."""
+
+    request_id: str
+    row: int
+    difference: float
+    limit: float
+    cosine: float
+
+
+@dataclass(frozen=True)
 class TapComparison:
     """The rows of one tap against the reference. ``nearest_to_limit`` is the value that uses most of what its row may
     differ by; ``largest`` is the largest absolute difference of all."""
@@ -72,10 +83,6 @@ class TapComparison:
     largest: Difference
     nearest_to_limit: Difference
     smallest_cosine: RowCosine
-
-    @property
-    def has_passed(self) -> bool:
-        return self.num_rows > 0 and self.num_rows_beyond == 0
 
 
 def tolerance_of(dtype: str) -> Tolerance:
@@ -111,6 +118,19 @@ def compare(
         nearest_to_limit=max((nearest for _, _, nearest, _ in rows), key=lambda place: place.difference / place.limit),
         smallest_cosine=min((cosine for *_, cosine in rows), key=lambda place: place.cosine),
     )
+
+
+def rows_beyond(
+    expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], tolerance: Tolerance
+) -> list[RowBeyond]:
+    """Every row that lies beyond the tolerance, of two sides that ``compare`` has accepted."""
+    beyond = []
+    for request_id, right in expected.items():
+        for row in np.flatnonzero(~_measured(right, found[request_id], tolerance).is_within):
+            measured = _measured(right[row : row + 1], found[request_id][row : row + 1], tolerance)
+            difference, limit = float(measured.differences.max()), float(measured.limits[0])
+            beyond.append(RowBeyond(request_id, int(row), difference, limit, float(measured.cosines[0])))
+    return beyond
 
 
 def row_cosines(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
@@ -156,14 +176,29 @@ def _refuse_unfit(tap: str, expected: Mapping[str, np.ndarray], found: Mapping[s
             )
 
 
+@dataclass(frozen=True)
+class _Measured:
+    differences: np.ndarray  # [rows, hidden]
+    limits: np.ndarray  # [rows]
+    cosines: np.ndarray  # [rows]
+    is_within: np.ndarray  # [rows]
+
+
+def _measured(expected: np.ndarray, found: np.ndarray, tolerance: Tolerance) -> _Measured:
+    expected, found = expected.astype(np.float64), found.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        differences = np.nan_to_num(np.abs(expected - found), nan=np.inf, posinf=np.inf)
+    limits = np.maximum(tolerance.max_absolute, tolerance.max_of_row * np.abs(expected).max(axis=1))
+    cosines = row_cosines(expected, found)
+    is_within = (differences.max(axis=1) <= limits) & (cosines >= tolerance.min_cosine)
+    return _Measured(differences, limits, cosines, is_within)
+
+
 def _compare_rows(
     request_id: str, expected: np.ndarray, found: np.ndarray, tolerance: Tolerance
 ) -> tuple[int, Difference, Difference, RowCosine]:
-    expected, found = expected.astype(np.float64), found.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        differences = np.nan_to_num(np.abs(expected - found), nan=np.inf, posinf=np.inf)  # [rows, hidden]
-    limits = np.maximum(tolerance.max_absolute, tolerance.max_of_row * np.abs(expected).max(axis=1))  # [rows]
-    cosines = row_cosines(expected, found)  # [rows]
+    measured = _measured(expected, found, tolerance)
+    differences, limits = measured.differences, measured.limits
 
     def place(flat: int) -> Difference:
         row, column = np.unravel_index(flat, differences.shape)
@@ -177,11 +212,10 @@ def _compare_rows(
             limit=float(limits[row]),
         )
 
-    within = (differences.max(axis=1) <= limits) & (cosines >= tolerance.min_cosine)
-    worst = int(cosines.argmin())
+    worst = int(measured.cosines.argmin())
     return (
-        int((~within).sum()),
+        int((~measured.is_within).sum()),
         place(int(differences.argmax())),
         place(int((differences / limits[:, None]).argmax())),
-        RowCosine(request_id, worst, float(cosines[worst])),
+        RowCosine(request_id, worst, float(measured.cosines[worst])),
     )

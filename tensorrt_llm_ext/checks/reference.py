@@ -30,23 +30,24 @@ def reference_source() -> str:
 
 
 def reference_states(
-    checkpoint: Checkpoint, sequences: Sequence[np.ndarray], *, last_layer: int | None = None
+    checkpoint: Checkpoint, sequences: Sequence[np.ndarray], *, last_layer: int | None = None, dtype: str = "float32"
 ) -> Iterator[tuple[int, Norm, list[np.ndarray]]]:
     """Yield ``(layer, norm, states)`` from layer 0, the embedding, upwards; ``states`` is float32 ``[tokens, hidden]`` a
     sequence. The same promise as ``builder.layer_states``, by other code.
 
     Ends with the state after the final norm, ``(n, "post", states)``, or with ``last_layer`` where one is given. In
-    memory: one layer, its input and its output.
+    memory: one layer, its input and its output. With ``dtype`` float64 all but transformers' norms and rope, which are
+    float32 always, is computed and returned in float64.
     """
     config = _config(checkpoint)
     num_layers = checkpoint.architecture.num_layers
-    hidden = _embedded(checkpoint, sequences)
+    hidden = _embedded(checkpoint, sequences, dtype)
     yield 0, "pre", _arrays(hidden)
     for layer in range(num_layers if last_layer is None else last_layer):
-        hidden = _through(_one_layer_model(checkpoint, config, layer), hidden)
+        hidden = _through(_one_layer_model(checkpoint, config, layer, dtype), hidden)
         yield layer + 1, "pre", _arrays(hidden)
     if last_layer is None:
-        yield num_layers, "post", _arrays(_through(_norm_model(checkpoint, config), hidden))
+        yield num_layers, "post", _arrays(_through(_norm_model(checkpoint, config, dtype), hidden))
 
 
 def next_tokens(checkpoint: Checkpoint, rows: np.ndarray) -> np.ndarray | None:
@@ -87,15 +88,15 @@ def _transformers() -> ModuleType:
     return transformers
 
 
-def _embedded(checkpoint: Checkpoint, sequences: Sequence[np.ndarray]) -> list:
+def _embedded(checkpoint: Checkpoint, sequences: Sequence[np.ndarray], dtype: str) -> list:
     """The embedding of each sequence: torch tensors ``[tokens, hidden]``."""
     import torch
 
     table = checkpoint.tensor("model.embed_tokens.weight")
-    return [torch.from_numpy(table[ids].astype(np.float32)) for ids in sequences]
+    return [torch.from_numpy(table[ids].astype(dtype)) for ids in sequences]
 
 
-def _one_layer_model(checkpoint: Checkpoint, config, layer: int):
+def _one_layer_model(checkpoint: Checkpoint, config, layer: int, dtype: str):
     """A model that is one decoder layer and nothing after it: masks and rope are made by transformers itself."""
     import torch
 
@@ -105,16 +106,16 @@ def _one_layer_model(checkpoint: Checkpoint, config, layer: int):
         config.layer_types = config.layer_types[layer : layer + 1]
     model = _empty_model(config)
     model.norm = torch.nn.Identity()
-    _load(model.layers[0], checkpoint, f"model.layers.{layer}.", "float32")
+    _load(model.layers[0], checkpoint, f"model.layers.{layer}.", dtype)
     return model.eval()
 
 
-def _norm_model(checkpoint: Checkpoint, config):
+def _norm_model(checkpoint: Checkpoint, config, dtype: str):
     """A model that is the final norm alone."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 0
     model = _empty_model(config)
-    _load(model.norm, checkpoint, "model.norm.", "float32")
+    _load(model.norm, checkpoint, "model.norm.", dtype)
     return model.eval()
 
 

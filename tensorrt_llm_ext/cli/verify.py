@@ -88,6 +88,12 @@ def _print(result: Verification, prompts: Prompts) -> None:
             for tap in result.taps
         ],
     )
+    for opinion in result.second_opinions:
+        verdict = "float32's own rounding" if opinion.is_rounding else "wrong"
+        click.echo(
+            f"Row {opinion.row} of '{opinion.request_id}', {opinion.tap}, is {verdict}: from float64 it is "
+            f"{opinion.from_float64:.3g} away, and {result.source} in float32 {opinion.reference_from_float64:.3g}."
+        )
     tokens = result.next_tokens
     click.echo(
         f"Next token: the same for {tokens.num_prompts - tokens.num_different} of {tokens.num_prompts} prompts."

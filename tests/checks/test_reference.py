@@ -79,6 +79,13 @@ def test_it_stops_at_the_last_layer_asked_for(tmp_path, sequences):
     np.testing.assert_array_equal(some[3, "pre"][2], whole[3, "pre"][2])
 
 
+def test_in_float64_it_lies_near_float32_and_is_not_the_same(tmp_path, sequences):
+    with open_checkpoint(tiny.tiny_checkpoint(tmp_path / "checkpoint", "llama")) as checkpoint:
+        single, double = all_states(checkpoint, sequences), all_states(checkpoint, sequences, dtype="float64")
+    difference = np.abs(single[8, "post"][2] - double[8, "post"][2]).max()
+    assert double[8, "post"][2].dtype == np.float64 and 0 < difference < 1e-4
+
+
 def test_a_sequence_is_not_touched_by_its_neighbours(tmp_path, sequences):
     with open_checkpoint(tiny.tiny_checkpoint(tmp_path / "checkpoint", "mistral")) as checkpoint:
         together, alone = all_states(checkpoint, sequences), all_states(checkpoint, sequences[2:])

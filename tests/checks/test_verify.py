@@ -12,6 +12,7 @@ import transformers
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checks import update_canaries, verify
+from tensorrt_llm_ext.checks.rounding import SecondOpinion
 from tensorrt_llm_ext.errors import CanaryError, CheckpointError, EngineError, VerificationFailed
 from tensorrt_llm_ext.recipes import read_contract
 from tensorrt_llm_ext.results.record import Failure
@@ -59,7 +60,7 @@ def test_a_float16_engine_passes_within_its_own_tolerance(checkpoint_path, tmp_p
 def test_a_norm_point_under_the_wrong_name_is_found(engine_path, edit_contract, checkpoint_path, items):
     edit_contract(swap_taps("final_post_last", "final_pre_last"))
     result = verified(engine_path, checkpoint_path, items)
-    assert [tap.has_passed for tap in result.taps] == [False, True, True, False]
+    assert [tap.num_rows_beyond for tap in result.taps] == [5, 0, 0, 5]
     with pytest.raises(VerificationFailed, match=r"final@last \(5 of 5 rows\), final:pre@last \(5 of 5 rows\)") as error:
         result.raise_if_failed()
     assert "of request 'r" in error.value.expected and "away" in error.value.found
@@ -72,7 +73,7 @@ def test_a_layer_off_by_one_is_found(engine_path, edit_contract, checkpoint_path
 
     edit_contract(shift)
     result = verified(engine_path, checkpoint_path, items)
-    assert [tap.tap for tap in result.taps if not tap.has_passed] == ["layer:5@all"]
+    assert [tap.tap for tap in result.taps if tap.num_rows_beyond] == ["layer:5@all"]
 
 
 def test_one_damaged_weight_is_found_and_the_layers_before_it_still_pass(engine_path, checkpoint_path, items):
@@ -87,7 +88,7 @@ def test_one_damaged_weight_is_found_and_the_layers_before_it_still_pass(engine_
     wrong[:100] += 0.5
     weights.write_bytes(content[:place] + wrong.tobytes() + content[place + len(right) :])
     result = verified(engine_path, checkpoint_path, items)
-    assert [tap.tap for tap in result.taps if tap.has_passed] == ["layer:3@mean", "layer:4@all"]
+    assert [tap.tap for tap in result.taps if not tap.num_rows_beyond] == ["layer:3@mean", "layer:4@all"]
 
 
 def test_rows_of_another_request_are_found(published_engine, checkpoint_path, items, monkeypatch):
@@ -117,6 +118,19 @@ def test_another_next_token_fails_even_where_the_states_pass(published_engine, c
     assert not result.has_passed and "'r7'" in error.value.found
     loose = dataclasses.replace(result.tolerance, same_next_token=False)
     assert dataclasses.replace(result, tolerance=loose).has_passed
+
+
+def test_only_rows_that_float64_calls_rounding_are_forgiven(published_engine, checkpoint_path, items):
+    result = verified(published_engine, checkpoint_path, items)
+    beyond = dataclasses.replace(result.taps[2], num_rows_beyond=1)
+    opinion = SecondOpinion("layer:4@all", "r7", 3, 1.5, 1.0, from_float64=0.9, reference_from_float64=0.7)
+    with_opinion = dataclasses.replace(result, taps=(beyond,), second_opinions=(opinion,))
+    assert with_opinion.has_passed and with_opinion.to_dict()["second_opinions"][0]["is_rounding"] is True
+    wrong = dataclasses.replace(opinion, from_float64=1.6)
+    assert not dataclasses.replace(with_opinion, second_opinions=(wrong,)).has_passed
+    assert not dataclasses.replace(with_opinion, second_opinions=()).has_passed
+    elsewhere = dataclasses.replace(opinion, tap="final@last")
+    assert not dataclasses.replace(with_opinion, second_opinions=(elsewhere,)).has_passed
 
 
 def test_without_a_tap_after_the_final_norm_the_note_says_so(tmp_path, checkpoint_path, items):
