@@ -16,6 +16,8 @@ import click
 from tensorrt_llm_ext.cli import exit_code, verb
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from tensorrt_llm_ext.job import Progress, Report
 
 _EXIT_FAILED = 1
@@ -176,24 +178,24 @@ def _described(progress: Progress) -> str:
 
 
 def _print_report(report: Report) -> None:
-    from tensorrt_llm_ext.cli._terminal import print_table
+    def by_code(counts: Counter[str]) -> str:
+        codes = ", ".join(f"{count:,} {code}" for code, count in sorted(counts.items()))
+        return f"{counts.total():,}" + (f" ({codes})" if codes else "")
 
-    def by_code(counts: dict[str, int]) -> str:
-        return "".join(f"; {count:,} {code}" for code, count in sorted(counts.items()))
-
-    rows = [
-        ["stored", f"{report.stored:,}"],
-        ["already stored", f"{report.already_stored:,}"],
-        ["refused", f"{report.refused.total():,}{by_code(report.refused)}"],
-        ["failed", f"{report.failed.total():,}{by_code(report.failed)}"],
-        ["read", f"{report.read:,}"],
-        ["truncated", f"{report.num_truncated:,}"],
-        ["tokens", f"{report.num_tokens:,} in {_duration(report.seconds)}, {report.tokens_per_s:,.0f} tokens/s"],
-        ["dataset", f"{report.dataset} ({_size(report.dataset_bytes)})"],
-        ["refused rows", str(report.refused_path)],
-        ["failed rows", str(report.failed_path)],
-    ]
-    print_table("What became of every row", ["", ""], rows)
+    facts = {
+        "stored": f"{report.stored:,}",
+        "already stored": f"{report.already_stored:,}",
+        "refused": by_code(report.refused),
+        "failed": by_code(report.failed),
+        "read": f"{report.read:,}",
+        "truncated": f"{report.num_truncated:,}",
+        "tokens": f"{report.num_tokens:,} in {_duration(report.seconds)}, {report.tokens_per_s:,.0f} tokens/s",
+        "dataset": f"{report.dataset} ({_size(report.dataset_bytes)})",
+        "refused rows": str(report.refused_path),
+        "failed rows": str(report.failed_path),
+    }
+    for name, fact in facts.items():
+        click.echo(f"{name:<15} {fact}")
     parts = report.stored, report.already_stored, report.refused.total(), report.failed.total()
     equation = f"{' + '.join(f'{part:,}' for part in parts)} = {sum(parts):,}"
     if report.shortfall:

@@ -10,13 +10,14 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _POLL_S = 0.1
+_LAST_RESULT_S = 2.0
 
 
 class Ahead(Generic[T]):
     """Reads ``source`` in a thread, at most ``depth`` results ahead; its error comes out where its results would.
 
     Iterating ends with the source, or soon after ``stop`` is set, even while the source waits for a pipe. A context
-    manager; on leaving, the thread ends after the result it is making.
+    manager; leaving waits for the result the thread is making, but not long for one that may never come.
     """
 
     def __init__(self, source: Iterator[T], depth: int, stop: threading.Event) -> None:
@@ -24,7 +25,7 @@ class Ahead(Generic[T]):
         self._stop = stop
         self._ready: queue.Queue[tuple[str, object]] = queue.Queue(depth)
         self._is_closed = threading.Event()
-        # daemon: a thread that waits for a terminal or a pipe must not hold back the end of the process
+        # daemon: a thread that waits for a pipe must not hold back the end of the process
         self._thread = threading.Thread(target=self._read, name="read ahead", daemon=True)
         self._thread.start()
 
@@ -45,6 +46,7 @@ class Ahead(Generic[T]):
 
     def __exit__(self, *error: object) -> None:
         self._is_closed.set()
+        self._thread.join(_LAST_RESULT_S)
 
     def _read(self) -> None:
         try:

@@ -16,7 +16,7 @@ from tensorrt_llm_ext.store import VectorStore
 class Progress:
     """How far a run is. Fractions and what follows from them are None where the input's size is not known."""
 
-    num_rows: int  # read, whatever became of them
+    num_rows: int  # that are behind: settled before, refused, or computed
     num_tokens: int  # computed in this run
     tokens_per_s: float
     fraction: float | None  # of the input
@@ -87,6 +87,7 @@ class Meter:
     """Measures a run: what is behind, and from its pace what is ahead."""
 
     def __init__(self, store: VectorStore) -> None:
+        self.num_rows = 0  # that are behind: the run counts them here
         self._store = store
         self._began = time.monotonic()
         self._began_computing: float | None = None
@@ -129,7 +130,7 @@ class Meter:
             done = fraction - self._first_fraction
             seconds_left = self.computing_seconds * (1 - fraction) / done if done > 0 else None
         return Progress(
-            num_rows=report.read,
+            num_rows=self.num_rows,
             num_tokens=report.num_tokens,
             tokens_per_s=report.num_tokens / self.computing_seconds if report.num_tokens else 0.0,
             fraction=fraction,

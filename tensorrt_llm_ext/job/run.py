@@ -125,9 +125,11 @@ class _Run:
     def _take(self, stretch: SettledStretch | Window) -> None:
         self.refused.write(stretch.refused)
         self.report.read = stretch.end
+        self.meter.num_rows += len(stretch.refused)
         if isinstance(stretch, SettledStretch):
             self.report.already_stored += stretch.num_stored
             self.report.failed += stretch.failed
+            self.meter.num_rows += stretch.num_stored + stretch.failed.total()
             self.meter.take(stretch.num_stored, stretch.fraction)
             self.on_progress(self.meter.measured(self.report, stretch.fraction))
             return
@@ -167,6 +169,7 @@ class _Run:
             return
         self.writer.put(batch.rows, batch.ticket.wait())
         self.report.num_tokens += sum(len(row.item.token_ids) for row in batch.rows)
+        self.meter.num_rows += len(batch.rows)
         self.on_progress(self.meter.measured(self.report, batch.fraction))
 
     def _write_ledgers(self) -> None:

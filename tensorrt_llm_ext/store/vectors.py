@@ -243,10 +243,16 @@ def _lock(folder: Path) -> int:
     """Hold the folder for this process: the lock goes with the process, however it ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        with disk_errors(folder):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except StoreError as error:
         os.close(descriptor)
+        if not isinstance(error.__cause__, BlockingIOError):
+            raise
         raise StoreError(
-            f"another run is writing to '{folder}'", expected="one writer", found=error, fix="wait for it, or stop it"
+            f"another run is writing to '{folder}'",
+            expected="one writer",
+            found=error.__cause__,
+            fix="wait for it, or stop it",
         ) from error
     return descriptor

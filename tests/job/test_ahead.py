@@ -53,7 +53,7 @@ def test_leaving_ends_the_thread():
     before = len(threads())
     with Ahead(iter(range(100)), 1, threading.Event()):
         assert len(threads()) == before + 1
-    wait_until(lambda: len(threads()) == before)
+    assert len(threads()) == before
 
 
 def test_a_stop_ends_the_iterating_while_the_source_waits():

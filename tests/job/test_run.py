@@ -135,6 +135,7 @@ def test_progress_grows_to_the_end_with_estimates_of_time_and_disk(engine, promp
     seen = []
     report = run(engine, prompts, tmp_path / "out", progress=seen.append)
     assert [step.fraction for step in seen] == sorted(step.fraction for step in seen)
+    assert [step.num_rows for step in seen] == sorted(step.num_rows for step in seen) and seen[0].num_rows < 9
     assert 0 < seen[0].fraction < 0.5 and seen[-1].fraction == pytest.approx(1.0)
     assert seen[-1].num_tokens == report.num_tokens and seen[-1].num_rows == 50
     assert seen[-1].seconds_left == pytest.approx(0.0, abs=1e-6) and seen[0].seconds_left > 0

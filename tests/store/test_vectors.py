@@ -183,6 +183,16 @@ def test_a_second_writer_is_refused_while_the_first_is_there(tmp_path, header):
     VectorStore.open(tmp_path, header).close()
 
 
+def test_a_file_system_without_locks_is_said_to_be_the_trouble(tmp_path, header, monkeypatch):
+    def no_locks(*args):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(vectors.fcntl, "flock", no_locks)
+    with pytest.raises(StoreError, match="cannot be written") as caught:
+        VectorStore.create(tmp_path, header)
+    assert "No locks available" in caught.value.found
+
+
 def test_what_a_creation_that_died_left_behind_does_not_block_the_next(tmp_path, header):
     (tmp_path / ".part-abc" / "vectors.lance").mkdir(parents=True)
     VectorStore.create(tmp_path, header).close()
