@@ -41,13 +41,15 @@ class LineInput:
                 found=f"the fields {', '.join(fields.names())}",
                 fix="leave the fields out, or give JSONL, Parquet or an Arrow folder",
             )
-        if path != STANDARD_INPUT and not os.path.isfile(path):
-            raise InputError(f"'{path}' is not a file", expected="a file of lines", found="a folder", fix="name the file")
+        # a pipe with a name (``<(zcat …)``) can be opened once and has no size
+        self._has_size = path != STANDARD_INPUT and not Path(path).is_fifo()
+        if self._has_size:
+            _check_opens(path)
 
     def rows(self) -> Iterator[Row]:
-        size = None if self._path == STANDARD_INPUT else max(os.path.getsize(self._path), 1)
+        size = max(os.path.getsize(self._path), 1) if self._has_size else None
         # a gzipped file's position is the compressed one, which is what its size is measured in
-        with _standard_input() if size is None else open(self._path, "rb") as raw:
+        with _standard_input() if self._path == STANDARD_INPUT else open(self._path, "rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if self._path.endswith(".gz") else raw
             try:
                 for number, line in enumerate(_lines(file)):
@@ -70,6 +72,15 @@ class LineInput:
                 "not_utf8", "the line is not UTF-8", expected="UTF-8", found=error, fix="convert the file to UTF-8"
             )
         return _parsed(text) if self._is_json else {self._fields.text: text}
+
+
+def _check_opens(path: str) -> None:
+    try:
+        open(path, "rb").close()
+    except OSError as error:
+        raise InputError(
+            f"'{path}' cannot be opened", expected="a file of lines", found=error, fix="name a file that may be read"
+        ) from error
 
 
 def _standard_input() -> AbstractContextManager[BinaryIO]:

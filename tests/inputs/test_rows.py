@@ -1,5 +1,9 @@
 """Which reader serves which input, and what refuses a whole run before its first row."""
 
+import os
+import socket
+import threading
+
 import pytest
 
 from tensorrt_llm_ext.errors import InputError
@@ -51,6 +55,16 @@ def test_plain_text_has_no_fields(tmp_path, fields):
         open_input(str(path), fields)
 
 
-def test_a_folder_is_not_a_file_of_lines(tmp_path):
-    with pytest.raises(InputError, match="is not a file"):
-        open_input(str(tmp_path), Fields(), format="jsonl")
+def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
+    with socket.socket(socket.AF_UNIX) as unopenable:
+        unopenable.bind(str(tmp_path / "socket.jsonl"))
+        for path in (tmp_path, tmp_path / "socket.jsonl"):
+            with pytest.raises(InputError, match="cannot be opened"):
+                open_input(str(path), Fields(), format="jsonl")
+
+
+def test_a_pipe_with_a_name_is_read_once_and_has_no_size(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    opened = open_input(str(tmp_path / "pipe.txt"), Fields())
+    threading.Thread(target=(tmp_path / "pipe.txt").write_text, args=("a\nb\n",)).start()
+    assert [(row.fields["text"], row.fraction) for row in opened.rows()] == [("a", None), ("b", None)]
