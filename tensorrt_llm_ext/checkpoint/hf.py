@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, architecture_from_config
+from tensorrt_llm_ext.checkpoint.fields import settings
 from tensorrt_llm_ext.checkpoint.layout import HEAD, check_layers, check_shape, decoder_shapes, missing_tensor
 from tensorrt_llm_ext.checkpoint.protocol import TensorInfo
 from tensorrt_llm_ext.checkpoint.safetensors_file import StoredTensor, stored_tensors
@@ -93,8 +94,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = _json(folder / CONFIG)
     separate = folder / "hf_quant_config.json"
     if separate.exists() and not config.get("quantization_config"):
-        quantisation = _json(separate).get("quantization") or {}
-        config = {**config, "quantization_config": {"quant_method": "modelopt", **quantisation}}
+        quantisation = {"quant_method": "modelopt", **settings(_json(separate), "quantization")}
+        config = {**config, "quantization_config": quantisation}
     return config
 
 

@@ -47,7 +47,9 @@ IDIOMS = {
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     ),
-    "tools and documents": "{% if not tools and not documents %}none{% endif %}{{ tools is none }}",
+    "tools and documents": (
+        "{% if not tools and not documents %}none{% endif %}{{ tools is none }}{{ documents is none }}"
+    ),
     "macro": (
         "{% macro show(m, sep='|') %}{{ m.role }}{{ sep }}{% endmacro %}"
         "{% for m in messages %}{{ show(m) }}{% endfor %}"

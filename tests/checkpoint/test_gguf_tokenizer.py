@@ -200,7 +200,7 @@ def test_a_sentencepiece_text_begins_with_bos_and_a_space_and_unknown_letters_be
     tokenizer = tokenizer_from_gguf(sentencepiece_file(sentencepiece))
     (ids,) = ids_of(tokenizer, ["𝄞"], special_tokens=True)
     assert [tokens[i] for i in ids] == ["<s>", "▁", "<0xF0>", "<0x9D>", "<0x84>", "<0x9E>"]
-    assert ids_of(tokenizer, ["</s>a"])[0][0] == 2
+    assert 2 in ids_of(tokenizer, ["a</s>b"])[0]
     without = tokenizer_from_gguf(sentencepiece_file(sentencepiece, add_space_prefix=False, add_bos_token=False))
     assert [tokens[i] for i in ids_of(without, ["𝄞"], special_tokens=True)[0]][0] == "<0xF0>"
 
