@@ -112,7 +112,7 @@ def contract_of(a: Architecture, *, taps: str, precision: str, limits: Limits) -
 def random_engine(
     a: Architecture, *, taps: str, precision: str, limits: Limits, is_deterministic: bool = False
 ) -> TorchEngine:
-    """An engine of random weights on the card, warmed up."""
+    """An engine of random weights on the card, not warmed up."""
     device = torch.device("cuda", 0)
     with torch.inference_mode():
         decoder = random_decoder(a, is_fp8=precision == "fp8", max_seq_len=limits.max_seq_len)

@@ -2,7 +2,7 @@
 
 A sequence that fits one tile is computed by ``_short``: a program takes several heads one after another, loads the next
 while it computes, and rotates queries and keys as they come. A longer one has its keys rotated in place beforehand, since
-each is read by many tiles, and is computed by ``_long``, one program a tile of queries and head. Which of the two depends
+each is read by many tiles, and is computed by ``_long``, one tile of queries a program. Which of the two depends
 on the sequence alone, and tiles begin at its first token, so a result does not depend on the batch.
 
 The two halves of a head are kept apart: rope turns them against each other, and their dot products add.
@@ -17,7 +17,7 @@ import triton.language as tl
 from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Rope
 
 BM = 128  # queries of a tile
-_MAX_HEADS = 8  # of a program: enough to keep loads in flight, few enough to fill the card
+_MAX_HEADS = 16  # of a program: enough to keep loads in flight, few enough to fill the card
 _LOG2_E = 1.4426950408889634
 
 
@@ -51,9 +51,10 @@ def attention(
     _rotate_keys[(num_tiles, heads.num_kv_heads // at_once)](
         qkv, *tables, k_norm, eps, qkv.stride(0), heads.num_heads, **shape, AT_ONCE=at_once, num_warps=8
     )
-    _long[(num_tiles, heads.num_heads)](
+    at_once = _largest_divisor(heads.num_heads)
+    _long[(num_tiles, heads.num_heads // at_once)](
         qkv, out, *tables, q_norm, eps, scale, qkv.stride(0), out.stride(0), *sizes, **shape,
-        BN=64, num_warps=8, num_stages=3,
+        BN=64, AT_ONCE=at_once, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 
@@ -178,8 +179,9 @@ def _rotate_keys(
 def _long(
     qkv, out, tiles, cos_table, sin_table, q_norm, eps, scale, stride, out_stride, num_heads, num_kv_heads,
     HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tiles + 3 * tl.program_id(0), tl.program_id(1)
+    tile = tiles + 3 * tl.program_id(0)
     length = tl.load(tile + 2)
     if length <= BM:
         return
@@ -190,38 +192,39 @@ def _long(
     inside = (columns < HALF_DIM)[None, :]
     mask = (queries < length)[:, None] & inside
     at = queries[:, None] * HALF_DIM + columns[None, :]
-    cos = tl.load(cos_table + at, mask=mask, other=0.0)
-    sin = tl.load(sin_table + at, mask=mask, other=0.0)
-    q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + columns[None, :]
-    q1 = tl.load(q, mask=mask, other=0.0)
-    q2 = tl.load(q + HALF_DIM, mask=mask, other=0.0)
-    q1, q2 = _turned(q1, q2, cos, sin, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
-
-    k_base = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
-    v_base = k_base + num_kv_heads * 2 * HALF_DIM
-    highest = tl.full([BM], -1.0e30, tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    o1 = tl.zeros([BM, HALF], tl.float32)
-    o2 = tl.zeros([BM, HALF], tl.float32)
-    for base in range(0, tl.minimum(first_query + BM, length), BN):
-        keys = base + tl.arange(0, BN)
-        kv_mask = (keys < length)[:, None] & inside
-        kv = keys.to(tl.int64)[:, None] * stride + columns[None, :]
-        k1 = tl.load(k_base + kv, mask=kv_mask, other=0.0)
-        k2 = tl.load(k_base + kv + HALF_DIM, mask=kv_mask, other=0.0)
-        scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
-        scores = tl.where(keys[None, :] <= queries[:, None], scores, -1.0e30)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrunk = tl.exp2(highest - higher)
-        total = total * shrunk + tl.sum(weights, 1)
-        v1 = tl.load(v_base + kv, mask=kv_mask, other=0.0)
-        v2 = tl.load(v_base + kv + HALF_DIM, mask=kv_mask, other=0.0)
-        weights = weights.to(v1.dtype)
-        o1 = tl.dot(weights, v1, o1 * shrunk[:, None], input_precision="ieee")
-        o2 = tl.dot(weights, v2, o2 * shrunk[:, None], input_precision="ieee")
-        highest = higher
-    o = out + ((start + queries) * out_stride)[:, None] + head * 2 * HALF_DIM + columns[None, :]
-    tl.store(o, (o1 / total[:, None]).to(out.dtype.element_ty), mask=mask)
-    tl.store(o + HALF_DIM, (o2 / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    first_head = tl.program_id(1) * AT_ONCE
+    for head in range(first_head, first_head + AT_ONCE):
+        cos = tl.load(cos_table + at, mask=mask, other=0.0)
+        sin = tl.load(sin_table + at, mask=mask, other=0.0)
+        q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + columns[None, :]
+        q1 = tl.load(q, mask=mask, other=0.0)
+        q2 = tl.load(q + HALF_DIM, mask=mask, other=0.0)
+        q1, q2 = _turned(q1, q2, cos, sin, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+        k_base = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
+        v_base = k_base + num_kv_heads * 2 * HALF_DIM
+        highest = tl.full([BM], -1.0e30, tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        o1 = tl.zeros([BM, HALF], tl.float32)
+        o2 = tl.zeros([BM, HALF], tl.float32)
+        for base in range(0, tl.minimum(first_query + BM, length), BN):
+            keys = base + tl.arange(0, BN)
+            kv_mask = (keys < length)[:, None] & inside
+            kv = keys.to(tl.int64)[:, None] * stride + columns[None, :]
+            k1 = tl.load(k_base + kv, mask=kv_mask, other=0.0)
+            k2 = tl.load(k_base + kv + HALF_DIM, mask=kv_mask, other=0.0)
+            scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
+            scores = tl.where(keys[None, :] <= queries[:, None], scores, -1.0e30)
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+            shrunk = tl.exp2(highest - higher)
+            total = total * shrunk + tl.sum(weights, 1)
+            v1 = tl.load(v_base + kv, mask=kv_mask, other=0.0)
+            v2 = tl.load(v_base + kv + HALF_DIM, mask=kv_mask, other=0.0)
+            weights = weights.to(v1.dtype)
+            o1 = tl.dot(weights, v1, o1 * shrunk[:, None], input_precision="ieee")
+            o2 = tl.dot(weights, v2, o2 * shrunk[:, None], input_precision="ieee")
+            highest = higher
+        o = out + ((start + queries) * out_stride)[:, None] + head * 2 * HALF_DIM + columns[None, :]
+        tl.store(o, (o1 / total[:, None]).to(out.dtype.element_ty), mask=mask)
+        tl.store(o + HALF_DIM, (o2 / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorrt_llm_ext.backends.torch import cublaslt
 from tensorrt_llm_ext.backends.torch.attention import attention, layout
 from tensorrt_llm_ext.backends.torch.values import Layout, Linear, Norm, Rows
 
@@ -77,6 +78,9 @@ def mean(rows: torch.Tensor, where: Layout, out: torch.Tensor) -> None:
 
 def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
     """See ``plain.multiply``."""
+    if linear.is_fp8 and cublaslt.is_available():
+        cublaslt.multiply(rows, linear, out, adds=False)
+        return
     weight = linear.weight.t()
     for step in rows.steps():
         if linear.is_fp8:
@@ -91,7 +95,10 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
 
 
 def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """See ``plain.multiply_add``. The library adds to ``x`` itself where it can: FP8 products and biases cannot."""
+    """See ``plain.multiply_add``. The library adds to ``x`` itself where it can."""
+    if linear.is_fp8 and cublaslt.is_available():
+        cublaslt.multiply(rows, linear, x, adds=True)
+        return None
     if linear.is_fp8 or linear.bias is not None:
         multiply(rows, linear, delta)
         return delta

@@ -1,0 +1,122 @@
+"""Backend torch on a card: the same sequence gives the same bytes in any batch, and near the float32 of the plain operations."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))  # tests import torch_models.py by name
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA card", allow_module_level=True)
+
+from torch_models import architecture, contract_of, random_decoder
+
+from tensorrt_llm_ext.backends.torch import decoder as decoder_module
+from tensorrt_llm_ext.backends.torch import plain
+from tensorrt_llm_ext.backends.torch.engine import TorchEngine
+from tensorrt_llm_ext.backends.torch.workspace import make_workspace
+from tensorrt_llm_ext.errors import BackendError
+from tensorrt_llm_ext.recipes.contract import Limits
+
+pytestmark = pytest.mark.gpu
+
+SIZES = dict(num_layers=4, hidden_size=512, intermediate_size=1280, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=999)
+LIMITS = Limits(max_num_tokens=4096, max_batch_size=128, max_seq_len=1024, max_padded_tokens=10**9)
+LENGTHS = (17, 1, 128, 129, 700, 64)
+
+
+def engine_of(family="qwen3", precision="fp8", taps="final@last", is_deterministic=False):
+    a = architecture(family, **SIZES)
+    device = torch.device("cuda", 0)
+    with torch.inference_mode():
+        decoder = random_decoder(a, is_fp8=precision == "fp8", max_seq_len=LIMITS.max_seq_len)
+        space = make_workspace(a, LIMITS, torch.bfloat16, device, is_deterministic)
+        engine = TorchEngine(contract_of(a, taps=taps, precision=precision, limits=LIMITS), decoder, space, device)
+        engine.warm_up()
+    return engine
+
+
+def run(engine, sequences):
+    """Run one batch on a stream of our own, through the protocol; outputs by name."""
+    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int32)
+    values = {
+        "input_ids": torch.cat([torch.as_tensor(s, dtype=torch.int32) for s in sequences]),
+        "sequence_lengths": lengths,
+        "last_token_ids": lengths.cumsum(0, dtype=torch.int32),
+    }
+    sizes = {"T": len(values["input_ids"]), "B": len(sequences)}
+    on_card = {}
+    for tensor in engine.tensors():
+        if tensor.role == "input":
+            on_card[tensor.name] = values[tensor.name].cuda()
+            engine.set_shape(tensor.name, tuple(on_card[tensor.name].shape))
+        else:
+            shape = [sizes.get(size, size) for size in tensor.shape]
+            on_card[tensor.name] = torch.full(shape, float("nan"), dtype=getattr(torch, tensor.dtype), device="cuda")
+    for name, tensor in on_card.items():
+        engine.set_address(name, tensor.data_ptr())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    engine.enqueue(stream.cuda_stream)
+    stream.synchronize()
+    return {t.name: on_card[t.name].cpu() for t in engine.tensors() if t.role == "output"}
+
+
+def sequences(seed=0, lengths=LENGTHS):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 999, size=length).astype(np.int32) for length in lengths]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_every_kind_of_rows_is_near_the_plain_operations(family, precision):
+    taps = "final@last,final@all,layer:2@mean,layer:1@all,final@mean,final:pre@last"
+    engine = engine_of(family, precision, taps)
+    found = run(engine, sequences())
+    kernels, engine._operations = engine._operations, plain
+    expected = run(engine, sequences())
+    for name, rows in found.items():
+        cosines = torch.nn.functional.cosine_similarity(rows.float(), expected[name].float(), dim=-1)
+        assert cosines.min() > (0.9995 if precision == "bfloat16" else 0.99), (name, cosines.min())
+    assert kernels is not plain
+
+
+@pytest.mark.parametrize(("precision", "is_deterministic"), [("fp8", False), ("fp8", True), ("bfloat16", True)])
+def test_the_same_sequence_gives_the_same_bytes_in_any_batch(precision, is_deterministic):
+    engine, own = engine_of(precision=precision, is_deterministic=is_deterministic), sequences()
+    together = run(engine, own)["final_post_last"]
+    company = sequences(seed=1, lengths=[30] * 70)
+    for others, place in (([], 0), (company[:3], 1), (company, 40)):
+        for index, sequence in enumerate(own):
+            batch = [*others[:place], sequence, *others[place:]]
+            assert torch.equal(run(engine, batch)["final_post_last"][place], together[index]), (len(batch), index)
+    assert torch.pdist(together).min() > 1  # different sequences differ
+
+
+def test_last_rows_alone_are_those_of_the_whole_pass():
+    few, many = (run(engine_of(taps=taps), sequences()) for taps in ("final@last", "final@last,final@all"))
+    cosines = torch.nn.functional.cosine_similarity(few["final_post_last"], many["final_post_last"], dim=-1)
+    assert cosines.min() > 0.999
+
+
+def test_nan_in_one_request_stays_there():
+    engine = engine_of(taps="final@last")
+    clean = run(engine, sequences())["final_post_last"]
+    with torch.inference_mode():
+        engine._decoder.embedding[998] = float("nan")
+    own = sequences()
+    own[2][5] = 998
+    dirty = run(engine, own)["final_post_last"]
+    others = [0, 1, 3, 4, 5]
+    assert torch.isnan(dirty[2]).any() and torch.equal(dirty[others], clean[others])
+    assert torch.equal(run(engine, sequences())["final_post_last"], clean)  # nothing is left behind
+
+
+def test_a_batch_that_the_library_refuses_is_a_backend_error():
+    engine = engine_of()
+    engine._decoder = decoder_module.Decoder(None, (), None, None, None)
+    with pytest.raises(BackendError, match="torch failed to run a batch"):
+        run(engine, sequences())
