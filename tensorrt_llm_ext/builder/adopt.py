@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tensorrt_llm_ext.builder.build import Progress
+from tensorrt_llm_ext.builder.parts import Progress
 from tensorrt_llm_ext.builder.canaries import make_canaries
 from tensorrt_llm_ext.builder.upstream import upstream_taps
 from tensorrt_llm_ext.builder.upstream_engine import CONFIG, PLAN, UpstreamEngine, read_upstream_engine

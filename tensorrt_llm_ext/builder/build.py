@@ -21,11 +21,11 @@ from pathlib import Path
 
 import onnxruntime
 
-import tensorrt_llm_ext
 from tensorrt_llm_ext.builder.canaries import make_canaries
 from tensorrt_llm_ext.builder.ort_engine import write_ort_engine
-from tensorrt_llm_ext.builder.parts import EngineParts
+from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.builder.torch_engine import write_torch_engine
+from tensorrt_llm_ext.builder.trt_engine import TRT_PRECISIONS, write_trt_engine
 from tensorrt_llm_ext.checkpoint import Checkpoint, open_checkpoint
 from tensorrt_llm_ext.errors import BuildError, DiskFull
 from tensorrt_llm_ext.fingerprint import file_fingerprint, fingerprint
@@ -42,14 +42,10 @@ from tensorrt_llm_ext.recipes import (
 )
 from tensorrt_llm_ext.recipes.contract import Canary, EngineFile, Fingerprints
 
-BUILDER = "tensorrt_llm_ext"
 ORT_PRECISIONS = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels on a CPU
 
-Progress = Callable[[str, int, int], None]
-"""Called with a step's name, how much of it is done, and how much there is."""
-
-Writer = Callable[[Checkpoint, Path, BuildSettings, Callable[[int, int], None]], EngineParts]
-"""Writes what a backend runs into an empty folder; hears of bytes done and in all."""
+Writer = Callable[[Checkpoint, Path, BuildSettings, Progress], EngineParts]
+"""Writes what a backend runs into an empty folder; tells of its steps."""
 
 
 def build_engine(
@@ -99,9 +95,12 @@ def _writer(settings: BuildSettings, card: Card) -> Writer:
         return write_ort_engine
     if settings.backend == "torch":
         return write_torch_engine
+    if settings.backend == "trt" and settings.precision in TRT_PRECISIONS:
+        return write_trt_engine
     raise BuildError(
         f"there is no builder for the card '{card.name}' here",
-        expected=f"backend torch, or backend ort with {' or '.join(ORT_PRECISIONS)}",
+        expected=f"backend torch, backend ort with {' or '.join(ORT_PRECISIONS)}, or backend trt with "
+        f"{' or '.join(TRT_PRECISIONS)}",
         found=f"backend {settings.backend} with {settings.precision}",
         fix="build for another card, for example --card cpu",
     )
@@ -112,7 +111,7 @@ def _build(
 ) -> Contract:
     started = time.monotonic()
     with published(out) as folder:
-        parts = write(checkpoint, folder, settings, lambda done, total: progress("weights", done, total))
+        parts = write(checkpoint, folder, settings, progress)
         checkpoint.tokenizer().save(folder)
         canaries = make_canaries(
             checkpoint,
@@ -121,7 +120,7 @@ def _build(
             lambda done, total: progress("canaries", done, total),
             max_seq_len=settings.limits.max_seq_len,
         )
-        files = _hashed(folder, lambda done, total: progress("fingerprint", done, total + 1))
+        files = _hashed(folder, parts, lambda done, total: progress("fingerprint", done, total + 1))
         contract = _contract(checkpoint, settings, parts, canaries, files, started)
         progress("fingerprint", len(files) + 1, len(files) + 1)
         write_contract(folder, contract)
@@ -136,7 +135,7 @@ def _contract(
     files: tuple[EngineFile, ...],
     started: float,
 ) -> Contract:
-    plan = {file.name: file.sha256 for file in files if file.name in parts.files}
+    plan = parts.compiled_from or {file.name: file.sha256 for file in files if file.name in parts.files}
     return Contract(
         model_name=checkpoint.name,
         architecture=checkpoint.architecture,
@@ -147,11 +146,11 @@ def _contract(
             plan=fingerprint(plan),
         ),
         backend=settings.backend,
-        builder=BUILDER,
-        builder_version=tensorrt_llm_ext.__version__,
+        builder=parts.builder,
+        builder_version=parts.builder_version,
         accepted_runtime=parts.accepted_runtime,
         platform=settings.platform,
-        compute_capabilities=(settings.compute_capability,) if settings.compute_capability else (),
+        compute_capabilities=settings.compute_capabilities,
         weight_dtype=parts.weight_dtype,
         activation_dtype=settings.precision,
         taps=settings.taps,
@@ -164,16 +163,20 @@ def _contract(
             "seconds": round(time.monotonic() - started, 3),
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "onnxruntime": onnxruntime.__version__,  # which gave the canaries
+            **parts.build,
         },
+        profiles=parts.profiles,
     )
 
 
-def _hashed(folder: Path, progress: Callable[[int, int], None]) -> tuple[EngineFile, ...]:
+def _hashed(folder: Path, parts: EngineParts, progress: Callable[[int, int], None]) -> tuple[EngineFile, ...]:
+    compiled = () if parts.compiled_from is None else parts.files
     files = sorted(folder.iterdir())
     hashed = []
     for number, path in enumerate(files):
         progress(number, len(files))
-        hashed.append(EngineFile(path.name, path.stat().st_size, file_fingerprint(path)))
+        is_reproducible = path.name not in compiled
+        hashed.append(EngineFile(path.name, path.stat().st_size, file_fingerprint(path), is_reproducible))
     return tuple(hashed)
 
 

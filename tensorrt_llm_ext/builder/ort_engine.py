@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tensorrt_llm_ext.builder.memory import memory_estimate
-from tensorrt_llm_ext.builder.parts import EngineParts
+from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint import Checkpoint
 from tensorrt_llm_ext.graph import write_decoder
 from tensorrt_llm_ext.recipes import BuildSettings, TensorSpec
@@ -15,7 +15,7 @@ ACCEPTED_RUNTIME = "onnxruntime>=1.23,<2"  # 1.23 is the first with the Attentio
 
 
 def write_ort_engine(
-    checkpoint: Checkpoint, folder: Path, settings: BuildSettings, progress: Callable[[int, int], None]
+    checkpoint: Checkpoint, folder: Path, settings: BuildSettings, progress: Progress
 ) -> EngineParts:
     """Write model.onnx and its weights into the existing, empty ``folder``. Raises what ``write_decoder`` raises."""
     decoder = write_decoder(
@@ -24,7 +24,7 @@ def write_ort_engine(
         taps=settings.taps,
         dtype=settings.precision,
         max_seq_len=settings.limits.max_seq_len,
-        progress=progress,
+        progress=partial(progress, "weights"),
     )
     inputs = [TensorSpec(tensor.name, "input", tensor.dtype, tensor.shape) for tensor in decoder.inputs]
     outputs = [

@@ -13,6 +13,7 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from tensorrt_llm_ext.backends.torch.sizes import FORMULA, is_needed, weight_bytes, workspace_bytes
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.weight_index import FILE_NAME, NUMPY_TYPES, StoredWeight, WeightIndex, weight_hash
-from tensorrt_llm_ext.builder.parts import EngineParts
+from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, TensorInfo
@@ -39,16 +40,16 @@ def write_torch_engine(
     checkpoint: Checkpoint,
     folder: Path,
     settings: BuildSettings,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda step, done, total: None,
 ) -> EngineParts:
     """Link or write the weights up to the highest tap into the existing, empty ``folder``, with weights.json.
 
-    ``progress`` hears of bytes done and in all. Raises DiskFull, and OSError for what else a disk refuses.
+    Raises DiskFull, and OSError for what else a disk refuses.
     """
     highest = max(tap.layer for tap in settings.taps)
     infos = [checkpoint.info(name) for name in decoder_shapes(checkpoint.architecture) if is_needed(name, highest)]
     write = _linked if all(info.file is not None for info in infos) else _written
-    index = WeightIndex(write(checkpoint, folder, infos, STREAM_DTYPES[settings.precision], progress))
+    index = WeightIndex(write(checkpoint, folder, infos, STREAM_DTYPES[settings.precision], partial(progress, "weights")))
     index.write(folder)
     num_bytes: Counter[str] = Counter()
     for weight in index.weights.values():
@@ -71,7 +72,7 @@ def _memory(architecture: Architecture, settings: BuildSettings, index: WeightIn
         item_bytes=item_bytes,
         is_fp8=settings.precision == "fp8",
     )
-    on_card = settings.compute_capability is not None
+    on_card = bool(settings.compute_capabilities)
     return MemoryEstimate(needed if on_card else 0, 0 if on_card else needed, FORMULA)
 
 

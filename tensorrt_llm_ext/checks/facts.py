@@ -15,6 +15,7 @@ from tensorrt_llm_ext.checkpoint.layout import HEAD
 from tensorrt_llm_ext.checkpoint.safetensors_file import stored_tensors
 from tensorrt_llm_ext.errors import CheckpointError, EngineError, ForeignDataset
 from tensorrt_llm_ext.recipes import Contract, Recipe, TensorSpec, load_card, load_recipe, read_contract
+from tensorrt_llm_ext.recipes.contract import EngineFile, Profile
 from tensorrt_llm_ext.recipes.settings import longest_exact
 from tensorrt_llm_ext.results.payload import record_from_payload
 from tensorrt_llm_ext.results.record import Origin
@@ -78,6 +79,10 @@ def of_card(path: Path) -> Description:
         "fastest_batch": f"{card.opt_num_tokens} tokens, at most {card.max_batch_size} sequences",
         "host_platform": card.platform,
         "compute_capability": card.compute_capability or "none: a CPU",
+        "memory": f"{card.memory_gb} GB" if card.memory_gb else "not stated",
+        "longest_sequence": f"{card.default_seq_len} tokens, unless the recipe or you say otherwise"
+        if card.default_seq_len
+        else "left to the recipe",
     }
     return Description("card", f"{card.name}, {card.title}", facts)
 
@@ -206,16 +211,28 @@ def _contract_facts(contract: Contract) -> dict[str, Fact]:
         "inputs": [_tensor_in_words(tensor) for tensor in contract.tensors if tensor.role == "input"],
         "largest_batch": f"{limits.max_num_tokens} tokens, {limits.max_batch_size} sequences, {limits.max_padded_tokens} "
         f"padded tokens; a sequence at most {limits.max_seq_len} tokens",
+        "profiles": [_profile_in_words(profile) for profile in contract.profiles] or "one for every batch",
         "memory": f"{decimal(contract.memory.host_bytes)} of host and {decimal(contract.memory.device_bytes)} of device "
         "memory at its limits, estimated",
         "canaries": _canaries_in_words(contract),
-        "files": [f"{file.name}, {decimal(file.size)}" for file in contract.files],
-        "built_by": f"{contract.builder} {contract.builder_version}",
+        "files": [_file_in_words(file) for file in contract.files],
+        "built_by": ", ".join([f"{contract.builder} {contract.builder_version}", *contract.build.get("notes", [])]),
         "engine_fingerprint": contract.engine_fingerprint(),
         "checkpoint_fingerprint": prints.checkpoint,
         "tokenizer_fingerprint": prints.tokenizer,
         "recipe_fingerprint": prints.recipe,
     }
+
+
+def _profile_in_words(profile: Profile) -> str:
+    return (
+        f"{profile.max_batch_size} sequences of at most {profile.max_seq_len} tokens, {profile.max_num_tokens} tokens in all"
+    )
+
+
+def _file_in_words(file: EngineFile) -> str:
+    varies = "" if file.is_reproducible else "; its bytes may differ from build to build, the fingerprint does not"
+    return f"{file.name}, {decimal(file.size)}{varies}"
 
 
 def _tap_in_words(contract: Contract, num_layers: int, tap: Tap) -> str:

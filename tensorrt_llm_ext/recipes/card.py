@@ -24,6 +24,14 @@ class Card:
     max_batch_size: int = within(1)
     platform: str = "any"  # the host's: "any", or for example "linux-x86_64"
     compute_capability: str | None = None  # for example "12.0"; None on a CPU
+    memory_gb: int | None = within(1, default=None)  # as the vendor states it
+    default_seq_len: int | None = within(1, default=None)
+    """Tokens of the longest sequence, where neither the recipe nor the caller says. None: the recipe's own default."""
+
+    @property
+    def compute_capabilities(self) -> tuple[str, ...]:
+        """What an engine for this card is compiled for."""
+        return (self.compute_capability,) if self.compute_capability else ()
 
     def check_precision(self, precision: Precision) -> None:
         """Raise RecipeError when the card cannot compute in ``precision``."""

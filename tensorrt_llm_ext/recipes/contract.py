@@ -54,6 +54,16 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """One optimization profile of a plan, from one token up to these sizes. An engine of several serves a batch by the
+    first that admits it; every batch within the engine's limits fits one."""
+
+    max_num_tokens: int
+    max_batch_size: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes an open engine takes at its limits, the CUDA context apart, and how they were computed."""
 
@@ -64,16 +74,21 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class EngineFile:
-    """A file of the engine directory as it was published."""
+    """A file of the engine directory as it was published.
+
+    A compiler may write other bytes for the same plan: then ``is_reproducible`` is False, and what the file was
+    compiled from is in the plan's fingerprint instead.
+    """
 
     name: str
     size: int
     sha256: str
+    is_reproducible: bool = True
 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Identities of what an engine was made from, and of its plan."""
+    """Identities of what an engine was made from, and of its plan: of its files, or of what it was compiled from."""
 
     checkpoint: str
     tokenizer: str
@@ -141,13 +156,22 @@ class Contract:
     files: tuple[EngineFile, ...]
     canaries: tuple[Canary, ...]
     build: dict  # facts of the build for the reader: seconds, peak memory, precision choices; JSON types only
+    profiles: tuple[Profile, ...] = ()  # of a plan: shortest sequences first, in the plan's own order
     format_version: int = FORMAT_VERSION
 
     def engine_fingerprint(self) -> str:
-        """Identity of the engine: everything that decides its numbers, nothing that only describes the build."""
+        """Identity of the engine: everything that decides its numbers, nothing that only describes the build.
+
+        Of a file whose bytes differ from build to build only the name counts. The same recipe and checkpoint, built
+        twice by the same version, are the same engine; the two contracts then differ in the size and hash of these
+        files and in ``build``.
+        """
         described = self.to_dict()
         for field in ("build", "memory", "canaries", "accepted_runtime"):
             del described[field]
+        described["files"] = [_identity(file) for file in self.files]
+        if not self.profiles:
+            del described["profiles"]
         return fingerprint(described)
 
     def output_of(self, tap: Tap) -> TensorSpec:
@@ -172,6 +196,7 @@ class Contract:
         value["taps"] = [tap.to_dict() for tap in self.taps]
         value["tensors"] = [_tensor_to_dict(tensor) for tensor in self.tensors]
         value["files"] = [dataclasses.asdict(file) for file in self.files]
+        value["profiles"] = [dataclasses.asdict(profile) for profile in self.profiles]
         value["canaries"] = [_canary_to_dict(canary) for canary in self.canaries]
         return json.loads(json.dumps(value))  # tuples become lists: what is hashed is what is stored
 
@@ -189,6 +214,7 @@ class Contract:
                 "taps": tuple(Tap.from_dict(tap) for tap in value["taps"]),
                 "tensors": tuple(_tensor_from_dict(tensor) for tensor in value["tensors"]),
                 "files": tuple(EngineFile(**file) for file in value["files"]),
+                "profiles": tuple(Profile(**profile) for profile in value.get("profiles", ())),
                 "canaries": tuple(_canary_from_dict(canary) for canary in value["canaries"]),
             }
         )
@@ -230,6 +256,11 @@ def read_contract(engine: Path) -> Contract:
             found=f"{type(error).__name__}: {error}",
             fix=rebuild,
         ) from error
+
+
+def _identity(file: EngineFile) -> dict:
+    """What of a file decides the engine's numbers."""
+    return {"name": file.name, "size": file.size, "sha256": file.sha256} if file.is_reproducible else {"name": file.name}
 
 
 def _tensor_to_dict(tensor: TensorSpec) -> dict:

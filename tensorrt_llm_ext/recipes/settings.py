@@ -25,7 +25,7 @@ class BuildSettings:
     limits: Limits
     backend: str
     platform: str
-    compute_capability: str | None
+    compute_capabilities: tuple[str, ...]  # none on a CPU
 
     def fingerprint(self) -> str:
         """Identity of the settings; names and titles of recipe and card do not count."""
@@ -47,7 +47,7 @@ def settings_from_recipe(recipe: Recipe, card: Card, architecture: Architecture)
         limits=_limits(recipe, card, architecture),
         backend=card.backend,
         platform=card.platform,
-        compute_capability=card.compute_capability,
+        compute_capabilities=card.compute_capabilities,
     )
 
 
@@ -63,7 +63,7 @@ def longest_exact(architecture: Architecture) -> tuple[int, str]:
 
 def _limits(recipe: Recipe, card: Card, architecture: Architecture) -> Limits:
     longest, bound = longest_exact(architecture)
-    max_seq_len = recipe.max_seq_len or min(longest, recipe.longest_default)
+    max_seq_len = recipe.max_seq_len or min(longest, card.default_seq_len or recipe.longest_default)
     if max_seq_len > longest:
         raise UnsupportedCheckpoint(
             "the sequences would be longer than the model can be run at exactly",
