@@ -45,8 +45,8 @@ def describe(path: Path) -> Description:
         if kind.is_at(path):
             return kind.describe(path)
     what = "a folder" if path.is_dir() else "a file"
-    looked_for = [kind.looks_like for kind in KINDS]
-    return Description("unknown", f"{what} that this package does not know", {"holds": _content(path), "looked_for": looked_for})
+    found = {"holds": _content(path), "looked_for": [kind.looks_like for kind in KINDS]}
+    return Description("unknown", f"{what} that this package does not know", found)
 
 
 def _is_engine(path: Path) -> bool:

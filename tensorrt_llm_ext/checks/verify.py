@@ -103,6 +103,7 @@ def verify(
     tolerance is returned, not raised.
     """
     contract = session.contract
+    source = reference_source()  # first: without the extra it says what to install
     refuse_foreign(contract, checkpoint)
     tolerance = tolerance_of(contract.activation_dtype)
     found = _found_rows(session, items)
@@ -111,7 +112,7 @@ def verify(
     taps = tuple(compare(tap, num_layers, expected[tap], found[tap], tolerance) for tap in contract.taps)
     tokens, note = _compared_next_tokens(checkpoint, expected, found)
     return Verification(
-        source=reference_source(),
+        source=source,
         dtype=contract.activation_dtype,
         tolerance=tolerance,
         num_prompts=len(items),

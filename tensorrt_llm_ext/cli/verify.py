@@ -62,7 +62,8 @@ def command(
     if is_updated:
         click.echo(f"The engine's canaries are now those of {result.source}.")
     result.raise_if_failed()
-    click.echo(f"Right: every row lies within the tolerance for {result.dtype}.")
+    rounding = ", or off it by rounding" if result.second_opinions else ""
+    click.echo(f"Right: every row lies within the tolerance for {result.dtype}{rounding}.")
 
 
 def _print(result: Verification, prompts: Prompts) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checks import update_canaries, verify
 from tensorrt_llm_ext.checks.rounding import SecondOpinion
-from tensorrt_llm_ext.errors import CanaryError, CheckpointError, EngineError, VerificationFailed
+from tensorrt_llm_ext.errors import CanaryError, CheckpointError, EngineError, MissingExtra, VerificationFailed
 from tensorrt_llm_ext.recipes import read_contract
 from tensorrt_llm_ext.results.record import Failure
 from tensorrt_llm_ext.runtime import Session
@@ -149,6 +150,13 @@ def test_another_checkpoint_is_refused_before_anything_runs(published_engine, tm
     with pytest.raises(CheckpointError, match="is not the checkpoint this engine was built from") as error:
         verified(published_engine, other, items)
     assert error.value.expected.startswith("checkpoint sha256:") and error.value.found.startswith("checkpoint sha256:")
+
+
+def test_without_the_extra_it_says_so_before_anything_runs(published_engine, checkpoint_path, items, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(Session, "extract", None)
+    with pytest.raises(MissingExtra, match="needs torch and transformers"):
+        verified(published_engine, checkpoint_path, items)
 
 
 def test_a_request_that_does_not_come_back_is_a_failure(published_engine, checkpoint_path, items, monkeypatch):
