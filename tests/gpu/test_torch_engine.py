@@ -120,3 +120,15 @@ def test_a_batch_that_the_library_refuses_is_a_backend_error():
     engine._decoder = decoder_module.Decoder(None, (), None, None, None)
     with pytest.raises(BackendError, match="torch failed to run a batch"):
         run(engine, sequences())
+
+
+def test_two_engines_in_two_threads_do_not_disturb_each_other():
+    """They share the library's plans: addresses set for one must not be those of the other's product."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    engines, own = [engine_of(), engine_of(family="llama")], sequences()
+    alone = [run(engine, own)["final_post_last"] for engine in engines]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda engine: [run(engine, own)["final_post_last"] for _ in range(20)], engines))
+    for right, found in zip(alone, together, strict=True):
+        assert all(torch.equal(rows, right) for rows in found)

@@ -9,6 +9,7 @@ Constants are those of cublasLt.h (CUDA 13). A row-major ``x @ weight.T`` is the
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
 from functools import lru_cache
 
@@ -24,6 +25,10 @@ _ADD_BIAS = 4
 _MAX_WORKSPACE = 1
 _WORKSPACE_BYTES = 32 << 20
 _REFERENCE_ROWS = 16384  # the rows that the algorithm is chosen for
+_ANY_ADDRESS = 256
+
+_ENQUEUEING = threading.Lock()
+"""Held from the setting of a plan's addresses to its call: engines in several threads share the plans."""
 
 
 class _Heuristic(ctypes.Structure):
@@ -49,20 +54,23 @@ def is_available() -> bool:
 def multiply(rows: Rows, linear: Linear, out: torch.Tensor, *, adds: bool) -> None:
     """Write ``rows @ weight.T + bias`` to ``out`` (bfloat16 ``[M, out]``), or add it, on torch's current stream."""
     (num_rows, size_in), size_out = rows.values.shape, len(linear.weight)
+    stream = torch.cuda.current_stream().cuda_stream
+    algorithm, workspace = _algorithm(size_out, size_in), _workspace(stream)
     plan = _plan(num_rows, size_out, size_in, linear.bias is not None)
-    plan.set(_SCALE_A, c_void_p(linear.scales.data_ptr()))
-    plan.set(_SCALE_B, c_void_p(rows.scales.data_ptr()))
-    if linear.bias is not None:
-        plan.set(_BIAS, c_void_p(linear.bias.data_ptr()))
-    library, handle, workspace = _library()
-    _check(
-        library.cublasLtMatmul(
-            handle, plan.operation, byref(c_float(1)), c_void_p(linear.weight.data_ptr()), plan.a,
-            c_void_p(rows.values.data_ptr()), plan.b, byref(c_float(adds)), c_void_p(out.data_ptr()), plan.d,
-            c_void_p(out.data_ptr()), plan.d, byref(_algorithm(size_out, size_in)), c_void_p(workspace.data_ptr()),
-            c_size_t(_WORKSPACE_BYTES), c_void_p(torch.cuda.current_stream().cuda_stream),
-        )
-    )  # fmt: skip
+    library, handle = _library()
+    with _ENQUEUEING:
+        plan.set(_SCALE_A, c_void_p(linear.scales.data_ptr()))
+        plan.set(_SCALE_B, c_void_p(rows.scales.data_ptr()))
+        if linear.bias is not None:
+            plan.set(_BIAS, c_void_p(linear.bias.data_ptr()))
+        _check(
+            library.cublasLtMatmul(
+                handle, plan.operation, byref(c_float(1)), c_void_p(linear.weight.data_ptr()), plan.a,
+                c_void_p(rows.values.data_ptr()), plan.b, byref(c_float(adds)), c_void_p(out.data_ptr()), plan.d,
+                c_void_p(out.data_ptr()), plan.d, byref(algorithm), c_void_p(workspace.data_ptr()),
+                c_size_t(_WORKSPACE_BYTES), c_void_p(stream),
+            )
+        )  # fmt: skip
 
 
 class _Plan:
@@ -73,10 +81,9 @@ class _Plan:
         _check(_library()[0].cublasLtMatmulDescCreate(byref(self.operation), _COMPUTE_FLOAT32, _FLOAT32))
         self.set(_TRANSPOSE_A, c_int32(1))
         self.set(_FAST_SUM, c_int8(1))
-        workspace = _library()[2].data_ptr()
         for mode, scale in ((_SCALES_A, _SCALE_A), (_SCALES_B, _SCALE_B)):
             self.set(mode, c_int32(_SCALE_A_ROW))
-            self.set(scale, c_void_p(workspace))  # no algorithm is found without an address; each call sets its own
+            self.set(scale, c_void_p(_ANY_ADDRESS))  # no algorithm is found without one; each call sets its own
         if has_bias:
             self.set(_EPILOGUE, c_int32(_ADD_BIAS))
             self.set(_BIAS_TYPE, c_int32(_BFLOAT16))
@@ -110,12 +117,18 @@ def _algorithm(size_out: int, size_in: int) -> ctypes.Array:
 
 
 @lru_cache(maxsize=1)
-def _library() -> tuple[ctypes.CDLL, c_void_p, torch.Tensor]:
-    """The library that torch has loaded, a handle of our own, and memory for it to work in."""
+def _library() -> tuple[ctypes.CDLL, c_void_p]:
+    """The library that torch has loaded, and a handle of our own."""
     library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
     handle = c_void_p()
     _check(library.cublasLtCreate(byref(handle)))
-    return library, handle, torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    return library, handle
+
+
+@lru_cache(maxsize=None)
+def _workspace(stream: int) -> torch.Tensor:
+    """Memory for the library to work in: one for each stream, whose products follow one another."""
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def _matrix(dtype: int, rows: int, columns: int) -> c_void_p:

@@ -30,7 +30,7 @@ class TorchBackend:
 
     name = "torch"
 
-    def runtime(self) -> tuple[str, str]:
+    def runtime(self, contract: Contract) -> tuple[str, str]:
         return "torch", torch.__version__.partition("+")[0]  # without the build's CUDA version
 
     def open(self, path: Path, contract: Contract, *, num_threads: int | None) -> TorchEngine:
