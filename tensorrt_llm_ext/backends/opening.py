@@ -16,6 +16,7 @@ ENTRY_POINT_GROUP = "tensorrt_llm_ext.backends"
 _BUILT_IN = {
     "ort": "tensorrt_llm_ext.backends.ort:OrtBackend",
     "torch": "tensorrt_llm_ext.backends.torch.engine:TorchBackend",
+    "trt": "tensorrt_llm_ext.backends.trt.backend:TrtBackend",
 }
 """Imported when they are asked for: each needs a library of its own."""
 
@@ -80,7 +81,7 @@ def _check_version(backend: Backend, contract: Contract) -> None:
             found=repr(contract.accepted_runtime),
             fix="build the engine again",
         ) from error
-    library, version = backend.runtime()
+    library, version = backend.runtime(contract)
     if accepted.name != library or not accepted.specifier.contains(version, prereleases=True):
         raise IncompatibleEngine(
             f"the engine was built for another version of the library that runs it (backend {backend.name})",

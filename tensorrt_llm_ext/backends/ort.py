@@ -26,7 +26,7 @@ class OrtBackend:
 
     name = "ort"
 
-    def runtime(self) -> tuple[str, str]:
+    def runtime(self, contract: Contract) -> tuple[str, str]:
         return "onnxruntime", onnxruntime.__version__
 
     def open(self, path: Path, contract: Contract, *, num_threads: int | None) -> OrtEngine:

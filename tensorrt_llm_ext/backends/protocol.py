@@ -46,8 +46,11 @@ class Backend(Protocol):
 
     name: str
 
-    def runtime(self) -> tuple[str, str]:
-        """Name the library that runs engines and its version here; the contract says which versions it accepts."""
+    def runtime(self, contract: Contract) -> tuple[str, str]:
+        """Name the library that runs this engine and its version here; the contract says which versions it accepts.
+
+        May raise IncompatibleEngine for what comes before a version: a card or a host that the library needs.
+        """
         ...
 
     def open(self, path: Path, contract: Contract, *, num_threads: int | None) -> Engine:

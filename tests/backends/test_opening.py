@@ -20,7 +20,7 @@ class ThirdParty:
     name = "cloud"
     opened = closed = 0
 
-    def runtime(self):
+    def runtime(self, contract):
         return "cloud-runtime", "2.1"
 
     def open(self, path, contract, *, num_threads):
@@ -47,13 +47,13 @@ def third_party(monkeypatch):
 def test_a_backend_comes_by_entry_point(third_party, tmp_path):
     contract = replace(toy_contract(TOY), backend="cloud", accepted_runtime="cloud-runtime~=2.0")
     engine = open_engine(tmp_path, contract, num_threads=3)
-    assert engine.asked == (tmp_path, 3) and known_backends() == ("cloud", "ort", "torch")
+    assert engine.asked == (tmp_path, 3) and known_backends() == ("cloud", "ort", "torch", "trt")
 
 
 def test_an_unknown_backend_is_refused_with_the_known_names(third_party, tmp_path):
     with pytest.raises(EngineError, match="no backend is called 'orT'") as error:
         open_engine(tmp_path, replace(toy_contract(TOY), backend="orT"))
-    assert error.value.expected == "one of cloud, ort, torch"
+    assert error.value.expected == "one of cloud, ort, torch, trt"
     assert "did you mean 'ort'?" in error.value.fix
 
 
