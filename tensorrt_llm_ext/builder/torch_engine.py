@@ -49,7 +49,8 @@ def write_torch_engine(
     highest = max(tap.layer for tap in settings.taps)
     infos = [checkpoint.info(name) for name in decoder_shapes(checkpoint.architecture) if is_needed(name, highest)]
     write = _linked if all(info.file is not None for info in infos) else _written
-    index = WeightIndex(write(checkpoint, folder, infos, STREAM_DTYPES[settings.precision], partial(progress, "weights")))
+    weights = write(checkpoint, folder, infos, STREAM_DTYPES[settings.precision], partial(progress, "weights"))
+    index = WeightIndex(weights, settings.fp8_kept, settings.is_deterministic)
     index.write(folder)
     num_bytes: Counter[str] = Counter()
     for weight in index.weights.values():

@@ -13,6 +13,7 @@ from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.recipes.recipe import Precision, Recipe
 from tensorrt_llm_ext.taps import Tap, parse_taps
 
+FP8_PARTS = ("qkv", "o", "gate_up", "down")  # the products of a layer as backend torch fuses them
 LENGTH_BOUND_ROPES = ("dynamic", "longrope")  # beyond the original maximum they depend on the call's length
 
 
@@ -26,6 +27,8 @@ class BuildSettings:
     backend: str
     platform: str
     compute_capabilities: tuple[str, ...]  # none on a CPU
+    fp8_kept: tuple[str, ...] = ()
+    is_deterministic: bool = False
 
     def fingerprint(self) -> str:
         """Identity of the settings; names and titles of recipe and card do not count."""
@@ -48,7 +51,22 @@ def settings_from_recipe(recipe: Recipe, card: Card, architecture: Architecture)
         backend=card.backend,
         platform=card.platform,
         compute_capabilities=card.compute_capabilities,
+        fp8_kept=_kept(recipe, architecture) if precision == "fp8" and card.backend == "torch" else (),
+        is_deterministic=recipe.is_deterministic,
     )
+
+
+def _kept(recipe: Recipe, architecture: Architecture) -> tuple[str, ...]:
+    known = {f"{layer}.{part}" for layer in range(architecture.num_layers) for part in FP8_PARTS}
+    for name in recipe.fp8_kept:
+        if name not in known:
+            raise RecipeError(
+                f"the recipe '{recipe.name}' keeps a product that the model does not have: '{name}'",
+                expected=f"a layer of 0 to {architecture.num_layers - 1} and one of {', '.join(FP8_PARTS)}, as '0.down'",
+                found=repr(name),
+                fix="correct fp8_kept",
+            )
+    return tuple(sorted(set(recipe.fp8_kept)))
 
 
 def longest_exact(architecture: Architecture) -> tuple[int, str]:

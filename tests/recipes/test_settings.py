@@ -96,3 +96,24 @@ def test_the_fingerprint_is_of_what_decides_not_of_names():
     assert same.fingerprint() == settings().fingerprint()
     for recipe in (Recipe(taps="final@all"), Recipe(max_seq_len=7), Recipe(precision="float16"), Recipe(max_batch_size=2)):
         assert settings(recipe).fingerprint() != same.fingerprint()
+
+
+H200 = load_card("h200")
+
+
+def test_products_that_stay_in_bfloat16_are_the_recipes_where_backend_torch_builds_fp8():
+    recipe = Recipe(fp8_kept=("3.down", "0.qkv"))
+    assert settings(replace(recipe, precision="fp8"), H200).fp8_kept == ("0.qkv", "3.down")
+    assert settings(recipe, H200).fp8_kept == settings(recipe).fp8_kept == ()
+
+
+@pytest.mark.parametrize("name", ["4.down", "0.q_proj", "down", ""])
+def test_a_product_that_the_model_does_not_have_cannot_be_kept(name):
+    with pytest.raises(RecipeError, match="does not have") as error:
+        settings(Recipe(precision="fp8", fp8_kept=(name,)), H200)
+    assert "0 to 3" in error.value.expected and error.value.found == repr(name)
+
+
+def test_backend_torch_pads_nothing_so_padding_bounds_no_batch():
+    limits = settings(card=H200).limits
+    assert limits.max_padded_tokens == limits.max_batch_size * limits.max_seq_len

@@ -11,12 +11,14 @@ import torch
 
 from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.backends.torch import engine as engine_module
+from tensorrt_llm_ext.backends.torch.sizes import PARTS
+from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checks.reference import reference_states
 from tensorrt_llm_ext.errors import BackendError, EngineError, IncompatibleEngine, OutOfMemory
 from tensorrt_llm_ext.fingerprint import token_hash
-from tensorrt_llm_ext.recipes import read_contract
+from tensorrt_llm_ext.recipes import Recipe, read_contract
 from tensorrt_llm_ext.results import Record, WorkItem
 from tensorrt_llm_ext.runtime import Session
 
@@ -119,6 +121,31 @@ def test_a_gguf_checkpoint_is_written_as_safetensors(cpu_card, tmp_path):
     with safe_open(tmp_path / "engine" / "weights.safetensors", "np") as stored:
         names = set(stored.keys())
     assert "model.layers.0.mlp.up_proj.weight" in names and "model.layers.1.mlp.up_proj.weight" not in names
+    assert len(answers(tmp_path / "engine", items())) == len(LENGTHS)
+
+
+def test_products_that_are_kept_stay_out_of_fp8_and_change_the_numbers(engines, tmp_path):
+    path = shutil.copytree(engines("qwen3", "fp8", taps="final@last,final@all"), tmp_path / "engine")
+    without = answers(path, items(), prove=False)
+    index = json.loads((path / "weights.json").read_text())
+    index["kept"] = ["3.down", "0.qkv"]
+    (path / "weights.json").write_text(json.dumps(index))
+    engine = open_engine(path, dataclasses.replace(read_contract(path), files=()))
+    layers = engine._decoder.layers
+    in_bfloat16 = {f"{i}.{p}" for i, w in enumerate(layers) for p in PARTS if getattr(w, p).weight.dtype == torch.bfloat16}
+    engine.close()
+    assert in_bfloat16 == {"3.down", "0.qkv"}
+    contract = dataclasses.replace(read_contract(path), files=())
+    (path / "contract.json").write_text(json.dumps(contract.to_dict()))
+    found = answers(path, items(), prove=False)
+    assert any(np.abs(found[i][tap] - rows).max() > 1e-3 for i, states in without.items() for tap, rows in states.items())
+
+
+def test_the_index_says_what_the_recipe_says(checkpoints, cpu_card, tmp_path):
+    recipe = Recipe(taps="final@all", precision="bfloat16", is_deterministic=True)
+    build_engine(checkpoints["llama"], tmp_path / "engine", recipe=recipe, card=cpu_card)
+    index = read_weight_index(tmp_path / "engine")
+    assert index.is_deterministic and index.kept == ()
     assert len(answers(tmp_path / "engine", items())) == len(LENGTHS)
 
 
