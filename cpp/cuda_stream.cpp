@@ -121,7 +121,7 @@ void CudaStream::enqueue_copy_out(const SlotRef& slot) {
     });
 }
 
-void CudaStream::enqueue_write(const SlotRef&, uint32_t value) {
+void CudaStream::enqueue_write(uint32_t value) {
     with_stream([&](StreamHandle stream) {
         if (has_memory_operations_) DRIVER_TRY(*driver_, cuStreamWriteValue32, stream, doorbell_->from_stream_address(), value, kDefaultWrite);
         else DRIVER_TRY(*driver_, cuLaunchHostFunc, stream, &ring_from_host, static_cast<void*>(doorbell_.get()));

@@ -59,7 +59,7 @@ protected:
     void enqueue_run(const SlotRef& slot, Call call) override { call(slot); }
     void enqueue_copy_in(const SlotRef& slot) override;
     void enqueue_copy_out(const SlotRef& slot) override;
-    void enqueue_write(const SlotRef& slot, uint32_t value) override;
+    void enqueue_write(uint32_t value) override;
     void enqueue_wait(uint32_t value) override;
     void notify() override {}  // whoever waits polls
     bool await(uint32_t value, uint64_t batch, Clock::time_point deadline) override;

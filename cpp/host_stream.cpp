@@ -32,6 +32,7 @@ public:
         {
             std::lock_guard lock(mutex_);
             if (num_jobs_ == jobs_.size()) grow();
+            num_touching_ += bool(job.slot);
             jobs_[(first_ + num_jobs_++) % jobs_.size()] = std::move(job);
         }
         work_.notify_one();
@@ -51,6 +52,7 @@ public:
             if (!failure_->is_set()) execute(job);  // after a failure what is left is dropped, not run
             lock.lock();
             is_busy_ = false;
+            num_touching_ -= bool(job.slot);
             lock.unlock();
             progress_.notify_all();
             job = Job{};  // outside the lock: dropping a call or a slot may take other locks
@@ -60,7 +62,12 @@ public:
 
     bool is_quiet() {
         std::lock_guard lock(mutex_);
-        return is_quiet_locked();
+        return num_touching_ == 0;
+    }
+
+    bool is_idle() {
+        std::lock_guard lock(mutex_);
+        return is_idle_locked();
     }
 
     // True when `is_met` became true by `deadline`. The worker wakes it after every job.
@@ -71,7 +78,7 @@ public:
     }
 
     bool drain(Clock::time_point deadline) {
-        return wait_until(deadline, [&] { return is_quiet_locked(); });
+        return wait_until(deadline, [&] { return is_idle_locked(); });
     }
 
     void stop() {
@@ -89,7 +96,7 @@ public:
     }
 
 private:
-    bool is_quiet_locked() const { return num_jobs_ == 0 && !is_busy_; }
+    bool is_idle_locked() const { return num_jobs_ == 0 && !is_busy_; }
 
     void grow() {
         std::vector<Job> larger(2 * jobs_.size());
@@ -130,6 +137,7 @@ private:
     std::vector<Job> jobs_;             // a ring: nothing is allocated while it is large enough
     size_t first_ = 0;
     size_t num_jobs_ = 0;
+    size_t num_touching_ = 0;  // jobs that may touch a slot: those that hold one
     bool is_busy_ = false;
     bool is_stopping_ = false;
 };
@@ -167,12 +175,12 @@ void HostStream::close(Clock::time_point deadline) {
 
 bool HostStream::is_idle() {
     failure_->raise_if_set(std::nullopt);
-    return is_quiet();
+    return worker_->is_idle();
 }
 
 bool HostStream::is_quiet() noexcept { return worker_->is_quiet(); }
 
-std::string HostStream::state() { return is_quiet() ? "is idle" : "is still running"; }
+std::string HostStream::state() { return worker_->is_idle() ? "is idle" : "is still running"; }
 
 void HostStream::enqueue_run(const SlotRef& slot, Call call) { worker_->push({Verb::run, slot, std::move(call), 0}); }
 
@@ -180,7 +188,7 @@ void HostStream::enqueue_copy_in(const SlotRef&) {}  // the engine reads the slo
 
 void HostStream::enqueue_copy_out(const SlotRef& slot) { worker_->push({Verb::copy_out, slot, {}, 0}); }
 
-void HostStream::enqueue_write(const SlotRef& slot, uint32_t value) { worker_->push({Verb::write, slot, {}, value}); }
+void HostStream::enqueue_write(uint32_t value) { worker_->push({Verb::write, {}, {}, value}); }
 
 void HostStream::enqueue_wait(uint32_t value) { worker_->push({Verb::wait, {}, {}, value}); }
 

@@ -24,7 +24,7 @@ protected:
     void enqueue_run(const SlotRef& slot, Call call) override;
     void enqueue_copy_in(const SlotRef& slot) override;
     void enqueue_copy_out(const SlotRef& slot) override;
-    void enqueue_write(const SlotRef& slot, uint32_t value) override;
+    void enqueue_write(uint32_t value) override;
     void enqueue_wait(uint32_t value) override;
     void notify() override;
     bool await(uint32_t value, uint64_t batch, Clock::time_point deadline) override;

@@ -82,7 +82,7 @@ Ticket Stream::ring(const SlotRef& slot) {
     slot->advance("ring", Step::copied_out, Step::copied_out, Step::rung);
     std::lock_guard lock(ringing_);
     const uint32_t value = doorbell_->last_ring + 1;
-    attempt(slot->batch(), [&] { enqueue_write(slot, value); });
+    attempt(slot->batch(), [&] { enqueue_write(value); });
     doorbell_->last_ring = value;
     slot->rings(value);
     return Ticket(slot, shared_from_this(), value);

@@ -97,7 +97,7 @@ protected:
     virtual void enqueue_run(const SlotRef& slot, Call call) = 0;
     virtual void enqueue_copy_in(const SlotRef& slot) = 0;
     virtual void enqueue_copy_out(const SlotRef& slot) = 0;
-    virtual void enqueue_write(const SlotRef& slot, uint32_t value) = 0;
+    virtual void enqueue_write(uint32_t value) = 0;
     virtual void enqueue_wait(uint32_t value) = 0;
     virtual void notify() = 0;  // the host's line or the failure changed
     virtual bool await(uint32_t value, uint64_t batch, Clock::time_point deadline) = 0;

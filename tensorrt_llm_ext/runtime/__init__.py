@@ -3,22 +3,18 @@
 from tensorrt_llm_ext.runtime.canaries import CanaryDistance, CanaryTicket
 from tensorrt_llm_ext.runtime.convention import ConventionEvidence, OutputEvidence, measure_convention
 from tensorrt_llm_ext.runtime.door import check_files
-from tensorrt_llm_ext.runtime.packing import BatchShape, PackedBatch, batches, gather_ids, pack, windows
+from tensorrt_llm_ext.runtime.packing import batches, windows
 from tensorrt_llm_ext.runtime.session import Session, Ticket
 
 __all__ = [
-    "BatchShape",
     "CanaryDistance",
     "CanaryTicket",
     "ConventionEvidence",
     "OutputEvidence",
-    "PackedBatch",
     "Session",
     "Ticket",
     "batches",
     "check_files",
-    "gather_ids",
     "measure_convention",
-    "pack",
     "windows",
 ]

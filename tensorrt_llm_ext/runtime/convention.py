@@ -19,11 +19,13 @@ import numpy as np
 
 from tensorrt_llm_ext.errors import ConventionError
 from tensorrt_llm_ext.recipes.contract import Contract, Convention
-from tensorrt_llm_ext.runtime.packing import gather_ids
 from tensorrt_llm_ext.taps import Tap
 
-Run = Callable[[Sequence[np.ndarray], np.ndarray | None], dict[str, np.ndarray]]
-"""Runs one batch of sequences (int32) with the gather values given; every output by name."""
+Gather = np.ndarray | Convention
+"""What a batch is given as ``last_token_ids``: values (int32 [B]), or those that a convention makes."""
+
+Run = Callable[[Sequence[np.ndarray], Gather], dict[str, np.ndarray]]
+"""Runs one batch of sequences (int32) with these gather values; every output by name."""
 
 LENGTHS = (4, 1, 5, 3, 4)
 """Tokens of the measured sequences. The first and last are guards: an engine that reads one row off still reads a row
@@ -72,11 +74,11 @@ def measure_convention(run: Run, contract: Contract, lengths: Sequence[int] = LE
     _check_limits(contract, lengths)
     batch = _MeasuredBatch(run, contract, lengths)
     gathers = any(tap.rows == "last" for tap in contract.taps)
-    measured = batch.change_each(range(batch.num_tokens), batch.interior if gathers else None)
+    measured = batch.change_each(range(batch.num_tokens), batch.interior if gathers else "none")
     outputs = tuple(_OF_ROWS[tap.rows](batch, measured[_name(contract, tap)], tap) for tap in contract.taps)
     convention = _one_convention(outputs)
     if gathers:
-        confirmed = batch.change_each(batch.offsets[1:] - 1, gather_ids(batch.offsets, convention))
+        confirmed = batch.change_each(batch.offsets[1:] - 1, convention)
         for output in outputs:
             if output.tap.rows == "last":
                 _confirm(batch, confirmed[output.output], convention)
@@ -115,14 +117,14 @@ class _MeasuredBatch:
         self._token_ids, self._replacements = ids[: self.num_tokens], ids[self.num_tokens :]
         self._eps = {t.name: float(ml_dtypes.finfo(t.dtype).eps) for t in contract.tensors if t.tap is not None}
 
-    def change_each(self, tokens: Iterable[int], last_token_ids: np.ndarray | None) -> dict[str, _Moves]:
+    def change_each(self, tokens: Iterable[int], gather: Gather) -> dict[str, _Moves]:
         """Run the batch as it is, then once for each of ``tokens`` with that token replaced."""
-        first, *again = [self._outputs(self._token_ids, last_token_ids) for _ in range(NUM_NOISE_RUNS)]
+        first, *again = [self._outputs(self._token_ids, gather) for _ in range(NUM_NOISE_RUNS)]
         changed = []
         for token in tokens:
             token_ids = self._token_ids.copy()
             token_ids[token] = self._replacements[token]
-            changed.append(self._outputs(token_ids, last_token_ids))
+            changed.append(self._outputs(token_ids, gather))
         measured = {}
         for name, rows in first.items():
             noise = max(float(_differences(rows, other[name]).max()) for other in again)
@@ -130,9 +132,9 @@ class _MeasuredBatch:
             measured[name] = _Moves(name, moves, noise, max(noise, self._eps[name]))
         return measured
 
-    def _outputs(self, token_ids: np.ndarray, last_token_ids: np.ndarray | None) -> dict[str, np.ndarray]:
+    def _outputs(self, token_ids: np.ndarray, gather: Gather) -> dict[str, np.ndarray]:
         self.num_runs += 1
-        outputs = self._run(np.split(token_ids, self.offsets[1:-1]), last_token_ids)
+        outputs = self._run(np.split(token_ids, self.offsets[1:-1]), gather)
         rows_of = {name: outputs[name].astype(np.float64) for name in self._eps}
         for name, rows in rows_of.items():
             if not np.isfinite(rows).all():

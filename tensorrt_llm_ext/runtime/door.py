@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from tensorrt_llm_ext._runtime import KNOWN_INPUTS
 from tensorrt_llm_ext.errors import ContractError, EngineError, Refusal
 from tensorrt_llm_ext.fingerprint import file_fingerprint
 from tensorrt_llm_ext.recipes.contract import Contract
 from tensorrt_llm_ext.results.record import WorkItem
-from tensorrt_llm_ext.runtime.packing import KNOWN_INPUTS
 
 _ONE_ITEM = "refuse this item before it reaches the session, or build the engine with larger limits"
 _WHOLE_BATCH = "divide the items with runtime.batches(items, session.contract.limits)"

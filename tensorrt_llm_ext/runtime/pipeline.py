@@ -1,33 +1,48 @@
-"""The pipeline: slots, one stream and one engine; a batch goes through it by ``pack``, ``enqueue`` and ``wait``."""
+"""The pipeline: slots, one stream and one engine; a batch goes through it by ``pack``, ``enqueue`` and ``wait``.
+
+It runs on the C++ runtime: a CUDA stream for an engine that names cards, a host stream for any other. On either, a batch
+is bind, copy in, run, copy out, ring, in this order, and nothing waits for the batch before it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
+from tensorrt_llm_ext import _runtime
 from tensorrt_llm_ext.backends import Engine
-from tensorrt_llm_ext.errors import DeadlineExceeded
+from tensorrt_llm_ext.errors import BackendError, DeadlineExceeded, ExtractionError
 from tensorrt_llm_ext.graph import names
 from tensorrt_llm_ext.recipes.contract import Contract, Convention
-from tensorrt_llm_ext.runtime.arena import Arena, Slot
-from tensorrt_llm_ext.runtime.packing import PackedBatch, pack, slot_bytes
-from tensorrt_llm_ext.runtime.plan import Plan, PlanRegistry, layout_digest
-from tensorrt_llm_ext.runtime.stream import HostStream
-
-_THIS_THREAD = 0  # the stream a CPU engine runs on: the stream's own worker thread, to the end
+from tensorrt_llm_ext.runtime.packing import layout_of
+from tensorrt_llm_ext.runtime.plan import Plan, PlanRegistry
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Flight:
-    """A packed batch with the slot it lies in and the plan it must keep."""
+    """A packed batch: the plan it must keep, and, until it has come back or is dropped, its slot and its ticket."""
 
-    slot: Slot
-    batch: PackedBatch
     plan: Plan
+    offsets: np.ndarray  # int32 [B + 1]: sequence i is packed rows offsets[i] to offsets[i + 1]
+    slot: _runtime.Slot | None
+    ticket: _runtime.Ticket | None = None
+
+    def release(self) -> None:
+        """Let go of the slot; it goes home when its last view dies."""
+        self.slot = self.ticket = None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A batch that has come back: views of the slot."""
+
+    offsets: np.ndarray  # int32 [B + 1]
+    token_ids: np.ndarray  # int32 [T], as the engine read them
+    outputs: dict[str, np.ndarray]
 
 
 class Pipeline:
@@ -36,98 +51,131 @@ class Pipeline:
     def __init__(self, engine: Engine, contract: Contract, *, num_slots: int, deadline_s: float) -> None:
         self.num_slots = num_slots
         self._engine = engine
-        self._tensors = contract.tensors
+        self._inputs = {tensor.name for tensor in contract.tensors if tensor.role == "input"}
         self._deadline_s = deadline_s
         self._plans = PlanRegistry()
-        self._arena = Arena(num_slots, slot_bytes(contract.tensors, contract.limits))
-        self._stream = HostStream(on_stop=self._arena.close)
+        self._enqueuing = threading.Lock()  # the steps of one batch stay together
+        self._layout = layout_of(contract.tensors, contract.limits, contract.architecture.vocab_size)
+        slot_bytes = self._layout.slot_bytes
+        driver = _runtime.Driver() if contract.compute_capabilities else None
+        self._arena = _runtime.PinnedArena(slot_bytes, num_slots, driver)
+        self._stream = _runtime.CudaStream(driver, slot_bytes) if driver else _runtime.HostStream()
 
     def pack(
-        self, token_ids: np.ndarray, offsets: np.ndarray, request_ids: tuple[str, ...], convention: Convention
+        self,
+        token_ids: np.ndarray,
+        offsets: np.ndarray,
+        request_ids: tuple[str, ...],
+        convention: Convention,
+        last_token_ids: np.ndarray | None = None,
     ) -> Flight:
-        """Write a batch into a free slot, waiting for one; the shapes are those of ``packing.pack``.
+        """Write a batch into a free slot, waiting for one; see ``_runtime.pack``.
 
         Raises DeadlineExceeded when no slot came free in time, SessionClosed when none ever will.
         """
-        slot = self._arena.acquire(self._deadline_s)
-        if slot is None:
-            self._stream.raise_if_stopped()
-            raise DeadlineExceeded(
-                f"no slot came free in {self._deadline_s:g} s",
-                expected=f"at most {self.num_slots} batches in flight",
-                found=f"{self._arena.num_out} slots out",
-                fix="wait for a ticket before submitting the next batch, or open the session with more slots",
+        slot = self._arena.acquire(self._deadline_s, self._stream)
+        plan = self._plans.make(request_ids, tuple(np.diff(offsets).tolist()))
+        try:
+            _runtime.pack(
+                self._layout,
+                token_ids,
+                offsets,
+                slot,
+                convention=convention,
+                batch=plan.batch,
+                digest=bytes.fromhex(plan.layout_digest),
+                last_token_ids=last_token_ids,
             )
-        try:
-            batch = pack(slot.memory, self._tensors, token_ids, offsets, convention)
-            slot.request_ids = request_ids
-            return Flight(slot, batch, self._plans.make(request_ids, _row_counts(batch)))
         except BaseException:
-            self._arena.release(slot)
+            self._plans.abandon(plan)
             raise
+        return Flight(plan, offsets, slot)
 
-    def enqueue(self, flight: Flight) -> int:
-        """Order the batch behind those before it; return the doorbell value that says it has come back."""
+    def enqueue(self, flight: Flight) -> None:
+        """Order the batch behind those before it."""
+        stream, slot = self._stream, flight.slot
         try:
-            return self._stream.enqueue(partial(_forward, self._engine, flight.batch))
+            with self._enqueuing:
+                stream.run(slot, self._bind)
+                stream.copy_in(slot)
+                stream.run(slot, self._forward)
+                stream.copy_out(slot)
+                flight.ticket = stream.ring(slot)
         except BaseException:
-            self._plans.abandon(flight.plan)
-            self._arena.release(flight.slot)
+            self.drop(flight)
             raise
 
     @contextlib.contextmanager
-    def wait(self, flight: Flight, value: int, timeout_s: float | None) -> Iterator[PackedBatch]:
-        """Wait for the batch, verify its plan and consume it, lend the batch, and take the slot back.
+    def wait(self, flight: Flight, timeout_s: float | None) -> Iterator[Returned]:
+        """Wait for the batch, verify its plan against what came back, consume it, lend the batch, let go of the slot.
 
-        Raises what ``HostStream.wait`` raises, with the plan still open, and PlanError on a second time.
+        Raises DeadlineExceeded, what the batch failed with, or SessionClosed, with the plan still open; PlanError on a
+        second time.
         """
-        self._stream.wait(value, self._deadline_s if timeout_s is None else timeout_s)
-        batch, slot = flight.batch, flight.slot
-        digest = layout_digest(slot.request_ids, _row_counts(batch))  # from the slot, not from the ticket
-        self._plans.consume(flight.plan, total_rows=batch.shape.num_tokens, digest=digest)
-        try:
-            yield batch
-        finally:
-            self._arena.release(slot)
+        ticket, slot = flight.ticket, flight.slot
+        if ticket is None:
+            self._plans.consume(flight.plan, total_rows=0, digest="")  # raises: it was consumed before
+        outputs = ticket.wait(self._deadline_s if timeout_s is None else timeout_s)
+        _, total_rows, digest = ticket.came_back
+        self._plans.consume(flight.plan, total_rows=total_rows, digest=digest.hex())
+        flight.release()
+        token_ids = slot.inputs()[names.INPUT_IDS].numpy()
+        yield Returned(flight.offsets, token_ids, {name: view.numpy() for name, view in outputs.items()})
 
     def drop(self, flight: Flight) -> None:
-        """Take the slot of a batch nobody will wait for, once it is over. Never blocks: a finalizer calls this."""
-        self._stream.afterwards(partial(_drop, self._plans, self._arena, flight))
+        """Give up a batch nobody will wait for; its slot goes home once the stream is past it. Never blocks."""
+        self._plans.abandon(flight.plan)
+        flight.release()
 
-    def run(self, sequences: Sequence[np.ndarray], last_token_ids: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Run one batch to its end with gather values of the caller's choice; copies of every output by name."""
+    def run(self, sequences: Sequence[np.ndarray], gather: np.ndarray | Convention) -> dict[str, np.ndarray]:
+        """Run one batch to its end, with ``last_token_ids`` as given or by a convention; a copy of every output."""
+        convention, last_token_ids = (gather, None) if isinstance(gather, str) else ("none", gather)
         offsets = np.cumsum([0, *map(len, sequences)], dtype=np.int32)
-        flight = self.pack(np.concatenate(sequences), offsets, ("measurement",) * len(sequences), "none")
-        if last_token_ids is not None:
-            flight.batch.inputs[names.LAST_TOKEN_IDS][:] = last_token_ids
-        value = self.enqueue(flight)
-        with self.wait(flight, value, None) as batch:
-            return {name: view.copy() for name, view in batch.outputs.items()}
+        request_ids = ("measurement",) * len(sequences)
+        flight = self.pack(np.concatenate(sequences), offsets, request_ids, convention, last_token_ids)
+        self.enqueue(flight)
+        with self.wait(flight, None) as batch:
+            return {name: rows.copy() for name, rows in batch.outputs.items()}
 
     def stats(self) -> dict[str, int]:
         """Count plans made, consumed, refused and open, results of another batch (must be 0), and slots out."""
-        return {**self._plans.stats(), "slots_out": self._arena.num_out}
+        return {**self._plans.stats(), "slots_out": self._arena.stats()["slots_out"]}
 
     def close(self) -> None:
         """Stop the stream and free the engine; a batch that does not end within the deadline keeps its memory."""
         self._arena.close()
-        if self._stream.close(self._deadline_s):
-            self._engine.close()
+        try:
+            self._stream.close(self._deadline_s)
+        except DeadlineExceeded:
+            return  # the engine's library still reads and writes there
+        self._engine.close()
+
+    def _bind(self, slot: _runtime.Slot) -> None:
+        """Every shape, then every address: the order is the backends' protocol."""
+        tensors = self._stream.tensors(slot)
+        with _named_errors():
+            for name, shape, _ in tensors:
+                if name in self._inputs:
+                    self._engine.set_shape(name, shape)
+            for name, _, address in tensors:
+                self._engine.set_address(name, address)
+
+    def _forward(self, slot: _runtime.Slot) -> None:
+        with _named_errors():
+            self._engine.enqueue(self._stream.handle)
 
 
-def _forward(engine: Engine, batch: PackedBatch) -> None:
-    """Every shape, then every address, then one forward pass: the order is the backends' protocol."""
-    for name, view in batch.inputs.items():
-        engine.set_shape(name, view.shape)
-    for name, view in (*batch.inputs.items(), *batch.outputs.items()):
-        engine.set_address(name, view.ctypes.data)
-    engine.enqueue(_THIS_THREAD)
-
-
-def _row_counts(batch: PackedBatch) -> tuple[int, ...]:
-    return tuple(np.diff(batch.offsets).tolist())
-
-
-def _drop(plans: PlanRegistry, arena: Arena, flight: Flight) -> None:
-    plans.abandon(flight.plan)
-    arena.release(flight.slot)
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Make a BackendError of what a backend raised and did not name."""
+    try:
+        yield
+    except ExtractionError:
+        raise
+    except Exception as error:
+        raise BackendError(
+            "a batch failed in a way the backend did not name",
+            expected="a batch that comes back, or a BackendError",
+            found=repr(error),
+            fix="this is a defect of the backend: keep the input and report it",
+        ) from error

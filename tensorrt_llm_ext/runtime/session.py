@@ -35,12 +35,11 @@ NUM_SLOTS = 2
 class Ticket:
     """A batch in flight. Its rows come by ``wait``, once; a ticket that is dropped gives its slot back by itself."""
 
-    def __init__(self, session: Session, items: tuple[WorkItem, ...], flight: Flight, value: int) -> None:
+    def __init__(self, session: Session, items: tuple[WorkItem, ...], flight: Flight) -> None:
         self.request_ids = flight.plan.request_ids
         self._session = session
         self._items = items
         self._flight = flight
-        self._value = value
         self._dropping = weakref.finalize(self, session._pipeline.drop, flight)
         self._dropping.atexit = False
 
@@ -52,7 +51,7 @@ class Ticket:
         earlier batch failed, PlanError when the ticket was waited for before.
         """
         session = self._session
-        with session._pipeline.wait(self._flight, self._value, timeout_s) as batch:
+        with session._pipeline.wait(self._flight, timeout_s) as batch:
             self._dropping.detach()
             rows_of_requests = unpack(batch, session.contract)
             return [
@@ -94,7 +93,11 @@ class Session:
         check_files(engine_path, contract)
         check_inputs(contract)
         engine = open_engine(engine_path, contract, num_threads=num_threads)
-        pipeline = Pipeline(engine, contract, num_slots=num_slots, deadline_s=deadline_s)
+        try:
+            pipeline = Pipeline(engine, contract, num_slots=num_slots, deadline_s=deadline_s)
+        except BaseException:
+            engine.close()
+            raise
         try:
             evidence = measure_convention(pipeline.run, contract)
             session = cls(pipeline, contract, evidence, _origin(contract, evidence.convention, tokenisation))
@@ -127,8 +130,8 @@ class Session:
         token_ids, offsets = flattened(items, self.contract)
         request_ids = tuple(item.request_id for item in items)
         flight = self._pipeline.pack(token_ids, offsets, request_ids, self.convention)
-        value = self._pipeline.enqueue(flight)
-        return Ticket(self, items, flight, value)
+        self._pipeline.enqueue(flight)
+        return Ticket(self, items, flight)
 
     def extract(self, items: Iterable[WorkItem]) -> Iterator[Record | Failure]:
         """Answer every item, in batches formed window by window; answers come in the order of the batches.

@@ -5,24 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from tensorrt_llm_ext.fingerprint import token_hash
-from tensorrt_llm_ext.graph import names
 from tensorrt_llm_ext.recipes.contract import Contract
 from tensorrt_llm_ext.results.record import Failure, Origin, Record, State, WorkItem, rows_hash
-from tensorrt_llm_ext.runtime.packing import PackedBatch
+from tensorrt_llm_ext.runtime.pipeline import Returned
 from tensorrt_llm_ext.taps import Tap
 
 
-def unpack(batch: PackedBatch, contract: Contract) -> list[tuple[np.ndarray, dict[Tap, np.ndarray]]]:
+def unpack(batch: Returned, contract: Contract) -> list[tuple[np.ndarray, dict[Tap, np.ndarray]]]:
     """Give every sequence of the batch, in its order, the token ids that ran and the rows of each tap.
 
     Both are views of the slot: rows are [1, hidden] for rows ``last`` and ``mean``, [tokens, hidden] for ``all``.
     """
-    token_ids = batch.inputs[names.INPUT_IDS]
     spans = [slice(int(start), int(end)) for start, end in zip(batch.offsets[:-1], batch.offsets[1:])]
     outputs = {tap: batch.outputs[contract.output_of(tap).name] for tap in contract.taps}
     return [
         (
-            token_ids[span],
+            batch.token_ids[span],
             {tap: rows[span] if tap.rows == "all" else rows[index : index + 1] for tap, rows in outputs.items()},
         )
         for index, span in enumerate(spans)

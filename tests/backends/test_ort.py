@@ -1,15 +1,16 @@
 """Backend ort reads and writes the caller's memory where it lies, one binding per enqueue, and maps every failure."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
-from toy_engines import ALL, HIDDEN_SIZE, LAST, LIMITS, MEAN, Toy, reference, tensors, toy_contract, write_engine
+from toy_engines import ALL, HIDDEN_SIZE, LAST, MEAN, VOCAB_SIZE, Toy, reference, tensors, toy_contract, write_engine
 
 from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.errors import BackendError, EngineError
-from tensorrt_llm_ext.runtime.packing import pack, slot_bytes
+from tensorrt_llm_ext.runtime.packing import index_arrays
 
 TOY = Toy(taps=(LAST, MEAN, ALL))
 SEQUENCES = ([5, 6, 7], [8], [9, 10])
@@ -23,9 +24,14 @@ def engine(tmp_path):
 
 
 def packed(sequences=SEQUENCES):
-    memory = np.zeros(slot_bytes(tensors(TOY), LIMITS), dtype=np.uint8)
+    """Writable arrays for every tensor of a batch."""
     offsets = np.cumsum([0, *map(len, sequences)], dtype=np.int32)
-    return pack(memory, tensors(TOY), np.concatenate(sequences).astype(np.int32), offsets, "prefix_sum")
+    sizes = {"T": offsets[-1], "B": len(sequences)}
+    plain = [t for t in tensors(TOY) if t.role == "input" and t.name != "last_token_ids"]
+    arrays = index_arrays(plain, np.concatenate(sequences).astype(np.int32), offsets, VOCAB_SIZE)
+    inputs = {"last_token_ids": offsets[1:].copy(), **{name: array.copy() for name, array in arrays.items()}}
+    outputs = {t.name: np.zeros([sizes.get(s, s) for s in t.shape], t.dtype) for t in tensors(TOY) if t.role == "output"}
+    return SimpleNamespace(inputs=inputs, outputs=outputs)
 
 
 def bind(engine, batch):
