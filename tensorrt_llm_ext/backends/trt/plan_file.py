@@ -9,7 +9,7 @@ from tensorrt_llm_ext.fingerprint import file_fingerprint
 from tensorrt_llm_ext.recipes.contract import Contract, EngineFile
 
 _SUFFIXES = (".plan", ".engine")
-_MAGIC = b"trt"  # bytes 1 to 3 of every plan: TensorRT-RTX writes vtrt, TensorRT ftrt or ptrt
+_MAGIC = b"trt"  # bytes 1 to 3 of every plan: TensorRT-RTX 1.7 writes vtrt, TensorRT 11 reads ftrt
 _COPY_AGAIN = "copy the engine directory again, or build it again"
 
 
