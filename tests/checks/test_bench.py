@@ -1,6 +1,8 @@
 """bench times the same work for everyone: every contender answers every prompt, and the answers agree."""
 
 import json
+import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,9 @@ from tensorrt_llm_ext.errors import InputError, VerificationFailed
 from tensorrt_llm_ext.runtime import Session
 
 
+MODULE = sys.modules["tensorrt_llm_ext.checks.bench"]  # the room exports a function of this name
+
+
 @pytest.fixture(scope="module")
 def run_bench(published_engine, checkpoint_path, items):
     def run(**options):
@@ -28,9 +33,11 @@ def run_bench(published_engine, checkpoint_path, items):
 
 @pytest.fixture(scope="module")
 def measured(run_bench):
-    """Two rounds, and what ``on_round`` heard."""
+    """Two rounds, whoever is slow, and what ``on_round`` heard."""
     heard = []
-    return run_bench(num_rounds=2, on_round=lambda name, done, total: heard.append((name, done, total))), heard
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MODULE, "SLOW", float("inf"))
+        return run_bench(num_rounds=2, on_round=lambda name, done, total: heard.append((name, done, total))), heard
 
 
 def test_every_contender_is_timed_in_every_round_and_answers_alike(measured):
@@ -57,6 +64,17 @@ def test_the_result_is_json_with_the_machine_and_the_versions(measured):
     machine = json.loads(json.dumps(measured[0].to_dict()))["machine"]
     assert {"cpu", "cores", "python", "onnxruntime", "torch", "transformers", "tensorrt_llm_ext", "commit"} <= machine.keys()
     assert machine["torch"] == torch.__version__ and machine["cpu"]
+
+
+def test_who_is_far_slower_than_ours_runs_once(run_bench, monkeypatch):
+    def slowly(*arguments, **options):
+        time.sleep(0.2)
+        return padded_last_states(*arguments, **options)
+
+    monkeypatch.setattr(MODULE, "padded_last_states", slowly)
+    monkeypatch.setattr(MODULE, "SLOW", 1.0)
+    result = run_bench(num_rounds=3)
+    assert [len(timing.round_seconds) for timing in result.timings] == [3] + [1] * 6
 
 
 def test_ratios_take_the_better_of_the_sorted_batches():
