@@ -1,8 +1,8 @@
 """A stand-in for the runtime half of TensorRT's API: the calls that the backend makes, refused as the library refuses.
 
-It is stricter than the library. A plan is a header and an ONNX graph, which ONNX Runtime runs in the order of the stand-in
-driver's stream: device addresses are not host addresses, and what is bound to the wrong kind, twice, not again since the
-last batch, or before the last shape, is refused. ``host_*`` inputs are read at enqueue, all others when the stream gets there.
+It is stricter than the library. A plan is a header and an ONNX graph, which ONNX Runtime runs in the order of the
+stand-in driver's stream: device addresses are not host addresses, and what is bound to the wrong kind, not again since
+the last batch, or before the last shape, is refused. ``host_*`` inputs are read at enqueue, all others in stream order.
 """
 
 from __future__ import annotations
@@ -213,7 +213,11 @@ class _Context:
             return False
         addresses = {name: memory for name, (memory, _) in self.addresses.items()}
         self.addresses.clear()
-        on_host = {n: _array(a, self._shape(n, sizes), tensors[n][1]).copy() for n, a in addresses.items() if n.startswith("host_")}
+        on_host = {
+            name: _array(address, self._shape(name, sizes), tensors[name][1]).copy()
+            for name, address in addresses.items()
+            if name.startswith("host_")
+        }
         self.library.driver.launch(stream_handle, lambda: self._kernel(addresses, sizes, on_host))
         return True
 

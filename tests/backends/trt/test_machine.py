@@ -91,7 +91,11 @@ def test_show_reads_the_contract_without_a_card(without_driver, tmp_path):
 
 @pytest.mark.parametrize(
     ("capability", "fix"),
-    [("9.0", "--card h100` (or h200)"), ("8.9", "--card l40s` (or rtx4090)"), ("7.5", "no card of this release has compute capability 7.5")],
+    [
+        ("9.0", "--card h100` (or h200)"),
+        ("8.9", "--card l40s` (or rtx4090)"),
+        ("7.5", "no card of this release has compute capability 7.5"),
+    ],
 )
 def test_another_card_is_named_with_what_to_build_for_it(capability, fix, library, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "present_card", lambda: machine.PresentCard("NVIDIA Other", capability, "12.8"))

@@ -43,7 +43,7 @@ def test_every_item_gets_its_own_rows_under_the_measured_convention(kind, upstre
 
 
 @pytest.mark.parametrize(("inputs", "num_inputs"), [(NINE, 9), (TEN, 10)])
-def test_upstreams_inputs_have_the_values_of_a_batch_that_is_all_prefill(inputs, num_inputs, upstream, open_session, tmp_path):
+def test_upstreams_inputs_are_those_of_a_batch_of_prompts(inputs, num_inputs, upstream, open_session, tmp_path):
     session = open_session(write_upstream(tmp_path / "engine", inputs))
     upstream.inputs.clear()
     session.submit([work_item("a", [5, 6, 7]), work_item("b", [8]), work_item("c", [9, 10])]).wait()
@@ -70,10 +70,11 @@ def test_each_batch_is_every_shape_then_every_address_then_one_enqueue(library, 
     for _ in range(2):
         library.calls.clear()
         session.submit([work_item("a", [5, 6, 7]), work_item("b", [8])]).wait()
-        assert [call for call, _ in library.calls] == ["set_input_shape"] * 5 + ["set_tensor_address"] * 6 + ["execute_async_v3"]
+        right = ["set_input_shape"] * 5 + ["set_tensor_address"] * 6 + ["execute_async_v3"]
+        assert [call for call, _ in library.calls] == right
 
 
-def test_a_batch_takes_the_first_profile_that_holds_it_and_selects_it_only_when_it_changes(library, open_session, tmp_path):
+def test_a_batch_takes_the_first_profile_that_holds_it(library, open_session, tmp_path):
     session = open_session(write_ours(tmp_path / "engine"))
     library.calls.clear()
     batches = [[8] * 8, [8] * 9, [9], [20] * 12, [21] * 10, [40], [1]]  # 64 tokens of at most 8; 72 of them; …
@@ -82,14 +83,14 @@ def test_a_batch_takes_the_first_profile_that_holds_it_and_selects_it_only_when_
         for record, item in zip(session.submit(items).wait(), items, strict=True):
             assert_right(record, item)
     selected = [profile for call, profile in library.calls if call == "set_optimization_profile_async"]
-    assert selected == [1, 2, 0]
+    assert selected == [1, 2, 0]  # and is not selected again while it stays
 
 
 REFUSALS = ["set_optimization_profile_async", "set_input_shape", "set_tensor_address", "execute_async_v3"]
 
 
 @pytest.mark.parametrize("call", REFUSALS)
-def test_a_call_that_the_library_refuses_fails_the_batch_with_its_words_and_ends_the_session(call, library, open_session, tmp_path):
+def test_a_call_that_the_library_refuses_fails_the_batch_with_its_words(call, library, open_session, tmp_path):
     session = open_session(write_ours(tmp_path / "engine"))
     library.failures[call] = "Error Code 3: API Usage Error (no more of this)"
     with pytest.raises((BackendError, SessionClosed), match="no more of this"):
@@ -99,7 +100,7 @@ def test_a_call_that_the_library_refuses_fails_the_batch_with_its_words_and_ends
         session.submit([work_item("b", [1])]).wait()
 
 
-def test_a_device_that_breaks_after_the_enqueue_is_a_backend_error_with_the_drivers_words(library, driver, open_session, tmp_path):
+def test_a_device_that_breaks_after_the_enqueue_is_a_backend_error(library, driver, open_session, tmp_path):
     session = open_session(write_ours(tmp_path / "engine"))
     driver.delay(5000)
     ticket = session.submit([work_item("a", [1])])

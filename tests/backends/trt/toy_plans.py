@@ -80,12 +80,12 @@ def write_ours(folder: Path, toy: Toy | None = None, *, facts: dict | None = Non
     return write_plan(folder, trt_contract(toy, described, **changes), made, toy_model(toy).SerializeToString())
 
 
-def write_upstream(folder: Path, inputs=TEN, *, version="0.16.0", toy: dict | None = None, facts: dict | None = None, **changes) -> Path:
+def write_upstream(folder: Path, inputs=TEN, *, toy: dict | None = None, facts: dict | None = None, **changes) -> Path:
     """One of upstream's plans: one profile, which its contract does not describe."""
     toy = Toy(**{**UPSTREAM_TOY, **(toy or {})})
     described = upstream_tensors(inputs)
     whole = Profile(LIMITS.max_num_tokens, LIMITS.max_batch_size, LIMITS.max_seq_len)
     made = facts_of(described, (whole,), version="10.7.0", is_upstream=True, **(facts or {}))
-    options = {"accepted_runtime": f"tensorrt_llm=={version}", "builder": "tensorrt_llm", "profiles": (), **changes}
+    options = {"accepted_runtime": "tensorrt_llm==0.16.0", "builder": "tensorrt_llm", "profiles": (), **changes}
     contract = trt_contract(toy, described, **options)
     return write_plan(folder, contract, made, toy_model(toy).SerializeToString(), name="rank0.engine", magic=b"ftrt")
