@@ -259,10 +259,11 @@ void run(Stream& stream, const SlotRef& slot, const py::typing::Callable<void(Sl
 
 py::typing::Dict<py::str, View> wait(Ticket& ticket, double timeout_s) {
     if (!wait_patiently(timeout_s, [&](Clock::time_point deadline) { return ticket.wait(deadline); })) throw ticket.late(timeout_s);
-    return views(ticket.slot(), true);
+    return ticket.slot() ? views(ticket.slot(), true) : py::typing::Dict<py::str, View>();
 }
 
 py::typing::Tuple<py::int_, py::int_, py::bytes> came_back(const Ticket& ticket) {
+    if (!ticket.slot()) throw Error(Kind::plan, "nothing came back with this ticket", "a batch", "a ring without a slot", "ring with a slot");
     const Stamp& stamp = ticket.slot()->returned_stamp();
     return py::make_tuple(stamp.batch, stamp.sizes.num_tokens, py::bytes(reinterpret_cast<const char*>(stamp.digest.data()), stamp.digest.size()));
 }
@@ -341,8 +342,10 @@ PYBIND11_MODULE(_runtime, module) {
     stream.def("run", run, "slot"_a, "call"_a, "Run call(slot) in stream order: on a CUDA stream in this thread (it enqueues), on a host stream in its worker.");
     stream.def("copy_in", &Stream::copy_in, "slot"_a, no_gil, "Take the batch's inputs to where the engine reads them.");
     stream.def("copy_out", &Stream::copy_out, "slot"_a, no_gil, "Bring the batch's outputs back into the slot, in one piece.");
-    stream.def("ring", &Stream::ring, "slot"_a, no_gil, "Enqueue the write that says the batch has come back.");
-    stream.def("arm", &Stream::arm, "slot"_a, py::kw_only(), "shape_has_run"_a, no_gil,
+    stream.def("ring", [](Stream& self, const std::optional<SlotRef>& slot) { return self.ring(slot.value_or(SlotRef())); },
+               "slot"_a = py::none(), no_gil, "Enqueue the write that says the batch, or without a slot all that was enqueued, has come back.");
+    stream.def("arm", [](Stream& self, const std::optional<SlotRef>& slot, bool shape_has_run) { self.arm(slot.value_or(SlotRef()), shape_has_run); },
+               "slot"_a = py::none(), py::kw_only(), "shape_has_run"_a, no_gil,
                "Make the stream wait here for release(). Refused before the shape has run (its kernels load lazily, and behind an armed wait that "
                "deadlocks) and for an engine with host inputs.");
     stream.def("release", &Stream::release, no_gil, "Let the stream pass every wait armed so far.");

@@ -165,13 +165,13 @@ bool CudaStream::is_idle() {
 }
 
 // Ends the stream when the device has failed, or has finished without ringing.
-void CudaStream::check(uint32_t value, uint64_t batch) {
+void CudaStream::check(uint32_t value, std::optional<uint64_t> batch) {
     const Result result = query();
     if (result == kNotReady || (result == kSuccess && has_rung(value))) return;
     fail(batch, result == kSuccess ? "an idle stream that did not ring" : "cuStreamQuery: " + driver_->describe(result));
 }
 
-bool CudaStream::await(uint32_t value, uint64_t batch, Clock::time_point deadline) {
+bool CudaStream::await(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline) {
     auto now = Clock::now();
     for (const auto spin_end = std::min(deadline, now + kSpin); now < spin_end; now = Clock::now()) {
         if (has_rung(value)) return true;

@@ -62,7 +62,7 @@ protected:
     void enqueue_write(uint32_t value) override;
     void enqueue_wait(uint32_t value) override;
     void notify() override {}  // whoever waits polls
-    bool await(uint32_t value, uint64_t batch, Clock::time_point deadline) override;
+    bool await(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline) override;
 
 private:
     template <class Enqueue>
@@ -71,7 +71,7 @@ private:
     Result query() noexcept;
     bool finish(Clock::time_point deadline);
     [[noreturn]] void fail(std::optional<uint64_t> batch, const std::string& found);
-    void check(uint32_t value, uint64_t batch);
+    void check(uint32_t value, std::optional<uint64_t> batch);
     void abandon();
 
     const std::shared_ptr<Driver> driver_;

@@ -194,7 +194,7 @@ void HostStream::enqueue_wait(uint32_t value) { worker_->push({Verb::wait, {}, {
 
 void HostStream::notify() { worker_->notify(); }
 
-bool HostStream::await(uint32_t value, uint64_t batch, Clock::time_point deadline) {
+bool HostStream::await(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline) {
     worker_->wait_until(deadline, [&] { return has_rung(value) || failure_->is_set(); });
     if (has_rung(value)) return true;
     failure_->raise_if_set(batch);

@@ -27,7 +27,7 @@ protected:
     void enqueue_write(uint32_t value) override;
     void enqueue_wait(uint32_t value) override;
     void notify() override;
-    bool await(uint32_t value, uint64_t batch, Clock::time_point deadline) override;
+    bool await(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline) override;
 
 private:
     class Worker;  // what the thread needs; it outlives the stream when a call never returns

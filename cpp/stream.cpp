@@ -79,18 +79,18 @@ void Stream::copy_out(const SlotRef& slot) {
 
 Ticket Stream::ring(const SlotRef& slot) {
     raise_if_ended();
-    slot->advance("ring", Step::copied_out, Step::copied_out, Step::rung);
+    if (slot) slot->advance("ring", Step::copied_out, Step::copied_out, Step::rung);
     std::lock_guard lock(ringing_);
     const uint32_t value = doorbell_->last_ring + 1;
-    attempt(slot->batch(), [&] { enqueue_write(value); });
+    attempt(slot ? std::optional(slot->batch()) : std::nullopt, [&] { enqueue_write(value); });
     doorbell_->last_ring = value;
-    slot->rings(value);
+    if (slot) slot->rings(value);
     return Ticket(slot, shared_from_this(), value);
 }
 
 void Stream::arm(const SlotRef& slot, bool shape_has_run) {
     raise_if_ended();
-    if (slot->layout().has_host_inputs()) {
+    if (slot && slot->layout().has_host_inputs()) {
         throw Error(Kind::plan, "a stream may not wait for the host before an engine that reads host_* inputs", "an engine without host inputs",
                     "one that reads them at enqueue, before the host has released the stream", "enqueue such an engine without arming");
     }
@@ -110,14 +110,15 @@ void Stream::release() {
     notify();
 }
 
-bool Stream::wait(uint32_t value, uint64_t batch, Clock::time_point deadline) {
+bool Stream::wait(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline) {
     if (has_rung(value)) return true;
     failure_->raise_if_set(batch);
     return await(value, batch, deadline);
 }
 
 Ticket::Ticket(SlotRef slot, std::shared_ptr<Stream> stream, uint32_t value)
-    : slot_(std::move(slot)), stream_(std::move(stream)), value_(value), batch_(slot_->batch()), rung_at_(Clock::now()) {
+    : slot_(std::move(slot)), stream_(std::move(stream)), value_(value), rung_at_(Clock::now()) {
+    if (slot_) batch_ = slot_->batch();
     ++counters.tickets_open;
 }
 
@@ -130,7 +131,8 @@ Ticket::~Ticket() {
 
 Error Ticket::late(double waited_s) const {
     const std::chrono::duration<double> age = Clock::now() - rung_at_;
-    return Error(Kind::deadline, "batch " + std::to_string(batch_) + " did not come back in " + seconds_text(waited_s),
+    const std::string who = batch_ ? "batch " + std::to_string(*batch_) : "what was enqueued";
+    return Error(Kind::deadline, who + " did not come back in " + seconds_text(waited_s),
                  "doorbell value " + std::to_string(value_),
                  "the stream last wrote " + std::to_string(stream_->last_written()) + "; it " + stream_->state() + ", " +
                      seconds_text(age.count()) + " after the batch was enqueued",

@@ -69,15 +69,15 @@ public:
     void run(const SlotRef& slot, Call call);
     void copy_in(const SlotRef& slot);
     void copy_out(const SlotRef& slot);
-    Ticket ring(const SlotRef& slot);
+    Ticket ring(const SlotRef& slot);  // without a slot: for whatever was enqueued so far
 
     // The stream waits here for release(). `shape_has_run` must hold: kernels load lazily, and the first launch of one
-    // behind a wait that the host has not released deadlocks. Never for a layout with host inputs, read at enqueue.
+    // behind a wait that the host has not released deadlocks. Never for a slot with host inputs, read at enqueue.
     void arm(const SlotRef& slot, bool shape_has_run);
     void release();
 
     // Waits for the doorbell: true when it has reached `value`, false at `deadline`. Throws the error `batch` ended with.
-    bool wait(uint32_t value, uint64_t batch, Clock::time_point deadline);
+    bool wait(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline);
     bool has_rung(uint32_t value) const { return doorbell_->has_rung(value); }
     uint32_t last_written() const { return doorbell_->from_stream().value.load(std::memory_order_acquire); }
 
@@ -100,7 +100,7 @@ protected:
     virtual void enqueue_write(uint32_t value) = 0;
     virtual void enqueue_wait(uint32_t value) = 0;
     virtual void notify() = 0;  // the host's line or the failure changed
-    virtual bool await(uint32_t value, uint64_t batch, Clock::time_point deadline) = 0;
+    virtual bool await(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline) = 0;
 
     const std::shared_ptr<Doorbell> doorbell_;
     const std::shared_ptr<Failure> failure_;
@@ -127,15 +127,15 @@ public:
     bool is_done() const { return stream_->has_rung(value_); }
     Error late(double waited_s) const;  // what a caller that gives up throws
 
-    const SlotRef& slot() const { return slot_; }
+    const SlotRef& slot() const { return slot_; }  // empty for a ring without one
     uint32_t value() const { return value_; }
-    uint64_t batch() const { return batch_; }
+    std::optional<uint64_t> batch() const { return batch_; }
 
 private:
     SlotRef slot_;
     std::shared_ptr<Stream> stream_;
     uint32_t value_;
-    uint64_t batch_;
+    std::optional<uint64_t> batch_;
     Clock::time_point rung_at_;
 };
 

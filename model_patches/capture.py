@@ -223,7 +223,7 @@ class Capture:
         parts = np.split(rows, np.cumsum([len(own) for own in wanted])[:-1])
         answers = []
         for item, span, own in zip(flight.items.values(), spans, parts, strict=True):
-            states = {tap: own if tap.rows == "all" else own[-1:] for tap in self.contract.taps}
+            states = [own if tap.rows == "all" else own[-1:] for tap in self.contract.taps]
             answers.append(record(item, flight.token_ids[span], states, self.contract, self.origin))
         return answers
 

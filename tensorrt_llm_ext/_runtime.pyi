@@ -89,7 +89,7 @@ class Stream:
     """
     An order of work: run (bind), copy_in, run (enqueue), copy_out, ring. Never synchronises; its first failure is its last.
     """
-    def arm(self, slot: Slot, *, shape_has_run: bool) -> None:
+    def arm(self, slot: Slot | None = None, *, shape_has_run: bool) -> None:
         """
         Make the stream wait here for release(). Refused before the shape has run (its kernels load lazily, and behind an armed wait that deadlocks) and for an engine with host inputs.
         """
@@ -113,9 +113,9 @@ class Stream:
         """
         Let the stream pass every wait armed so far.
         """
-    def ring(self, slot: Slot) -> Ticket:
+    def ring(self, slot: Slot | None = None) -> Ticket:
         """
-        Enqueue the write that says the batch has come back.
+        Enqueue the write that says the batch, or without a slot all that was enqueued, has come back.
         """
     def run(self, slot: Slot, call: collections.abc.Callable[[Slot], None]) -> None:
         """
@@ -161,7 +161,7 @@ class Ticket:
         The outputs by tensor name, once the batch has come back. Raises DeadlineExceeded (wait again, if you like), what the batch failed with, or SessionClosed behind an earlier failure.
         """
     @property
-    def batch(self) -> int:
+    def batch(self) -> int | None:
         ...
     @property
     def came_back(self) -> tuple[int, int, bytes]:

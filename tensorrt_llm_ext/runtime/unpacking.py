@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tensorrt_llm_ext.fingerprint import token_hash
 from tensorrt_llm_ext.recipes.contract import Contract
 from tensorrt_llm_ext.results.record import Failure, Origin, Record, State, WorkItem, rows_hash
 from tensorrt_llm_ext.runtime.pipeline import Returned
-from tensorrt_llm_ext.taps import Tap
 
 
-def unpack(batch: Returned, contract: Contract) -> list[tuple[np.ndarray, dict[Tap, np.ndarray]]]:
-    """Give every sequence of the batch, in its order, the token ids that ran and the rows of each tap.
+def unpack(batch: Returned, contract: Contract) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Give every sequence of the batch, in its order, the token ids that ran and the rows of each of the contract's taps.
 
     Both are views of the slot: rows are [1, hidden] for rows ``last`` and ``mean``, [tokens, hidden] for ``all``.
     """
-    spans = [slice(int(start), int(end)) for start, end in zip(batch.offsets[:-1], batch.offsets[1:])]
-    outputs = {tap: batch.outputs[contract.output_of(tap).name] for tap in contract.taps}
-    return [
-        (
-            batch.token_ids[span],
-            {tap: rows[span] if tap.rows == "all" else rows[index : index + 1] for tap, rows in outputs.items()},
-        )
-        for index, span in enumerate(spans)
+    bounds = batch.offsets.tolist()
+    spans = [slice(start, end) for start, end in zip(bounds, bounds[1:])]
+    places = [slice(index, index + 1) for index in range(len(spans))]
+    rows_of_taps = [
+        [rows[where] for where in (spans if tap.rows == "all" else places)]
+        for tap, rows in ((tap, batch.outputs[contract.output_of(tap).name]) for tap in contract.taps)
     ]
+    return [(batch.token_ids[span], list(rows)) for span, rows in zip(spans, zip(*rows_of_taps, strict=True), strict=True)]
 
 
 def record(
-    item: WorkItem, ran: np.ndarray, rows: dict[Tap, np.ndarray], contract: Contract, origin: Origin
+    item: WorkItem, ran: np.ndarray, rows: Sequence[np.ndarray], contract: Contract, origin: Origin
 ) -> Record | Failure:
-    """Make one request's record from what came back; its rows are copies, read-only.
+    """Make one request's record from what came back, the rows of each of the contract's taps; its own are read-only copies.
 
     A Failure when a row holds NaN or Inf, or when the token ids that ``ran`` are not those the item's hash names.
     """
     if (hash_of_ran := token_hash(ran)) != item.token_hash:
         return _failure(item, "lineage", f"ran token ids {hash_of_ran}, the work item names {item.token_hash}")
     states = []
-    for tap, view in rows.items():
+    for tap, view in zip(contract.taps, rows, strict=True):
         owned = view.copy()
         if reason := _not_finite(owned):
             return _failure(item, "not_finite", f"{tap.spelling(contract.architecture.num_layers)}: {reason}")

@@ -110,6 +110,7 @@ class Cuda:
 
         self._torch = torch
         self._steps = torch.as_tensor(STEPS, device="cuda")
+        torch.cuda.synchronize()  # our streams have no order with the default stream
 
     def launch(self, stream: int, kernel) -> None:
         with self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream)):

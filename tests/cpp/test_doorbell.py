@@ -106,5 +106,14 @@ def test_a_device_that_breaks_while_armed_is_seen(stand_in):
     rig.close()
 
 
+def test_a_ring_without_a_slot_says_when_all_before_it_has_finished(rig):
+    first = rig.submit([[1, 2]])
+    ticket = rig.stream.ring()
+    assert ticket.wait(PATIENCE_S) == {} and ticket.batch is None
+    assert first.is_done and ticket.value == first.value + 1
+    with pytest.raises(PlanError, match="nothing came back"):
+        ticket.came_back  # noqa: B018
+
+
 def has_memory_operations(rig) -> bool:
     return rig.kind == "host" or rig.stream.has_memory_operations
