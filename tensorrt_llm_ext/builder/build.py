@@ -17,6 +17,7 @@ import errno
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import onnxruntime
@@ -27,7 +28,7 @@ from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.builder.torch_engine import write_torch_engine
 from tensorrt_llm_ext.builder.trt_engine import TRT_PRECISIONS, write_trt_engine
 from tensorrt_llm_ext.checkpoint import Checkpoint, open_checkpoint
-from tensorrt_llm_ext.errors import BuildError, DiskFull
+from tensorrt_llm_ext.errors import BuildError, DiskFull, RecipeError
 from tensorrt_llm_ext.fingerprint import file_fingerprint, fingerprint
 from tensorrt_llm_ext.recipes import (
     BuildSettings,
@@ -42,7 +43,7 @@ from tensorrt_llm_ext.recipes import (
 )
 from tensorrt_llm_ext.recipes.contract import Canary, EngineFile, Fingerprints
 
-ORT_PRECISIONS = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels on a CPU
+ORT_PRECISIONS = ("float32", "float16", "fp8")  # ONNX Runtime has no bfloat16 kernels on a CPU
 
 Writer = Callable[[Checkpoint, Path, BuildSettings, Progress], EngineParts]
 """Writes what a backend runs into an empty folder; tells of its steps."""
@@ -61,11 +62,13 @@ def build_engine(
     max_num_tokens: int | None = None,
     max_batch_size: int | None = None,
     max_padded_tokens: int | None = None,
+    calibration: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Contract:
     """Build the engine of a checkpoint for a card and publish it as the directory ``out``; return its contract.
 
-    What is given here goes before the recipe, what the recipe leaves open the card and the model decide. Raises
+    What is given here goes before the recipe, what the recipe leaves open the card and the model decide.
+    ``calibration`` is text for fp8 by fixed scales (default: the demo's prompts). Raises
     CheckpointError, RecipeError, TapError, BuildError or DiskFull; ``out`` then does not exist, or is as it was.
     """
     given = dict(
@@ -82,21 +85,31 @@ def build_engine(
     card = card if isinstance(card, Card) else load_card(card)
     with open_checkpoint(checkpoint_path) as checkpoint:
         settings = settings_from_recipe(recipe, card, checkpoint.architecture)
-        write = _writer(settings, card)
+        write = _writer(settings, card, calibration)
         try:
             return _build(checkpoint, Path(out), settings, write, progress or (lambda step, done, total: None))
         except OSError as error:
             raise _file_error(error, Path(out)) from error
 
 
-def _writer(settings: BuildSettings, card: Card) -> Writer:
-    """Find what writes the engine of a backend. Raises BuildError when nothing here does."""
+def _writer(settings: BuildSettings, card: Card, calibration: Path | str | None) -> Writer:
+    """Find what writes the engine of a backend.
+
+    Raises BuildError when nothing here does, RecipeError for a calibration that nothing would use.
+    """
+    if calibration is not None and (settings.precision != "fp8" or settings.backend == "torch"):
+        raise RecipeError(
+            "a calibration is given, and this engine has no fixed scales",
+            expected="precision fp8 of backend trt or ort",
+            found=f"precision {settings.precision} of backend {settings.backend}",
+            fix="leave the calibration out, or build with --precision fp8",
+        )
     if settings.backend == "ort" and settings.precision in ORT_PRECISIONS:
-        return write_ort_engine
+        return partial(write_ort_engine, calibration=calibration)
     if settings.backend == "torch":
         return write_torch_engine
     if settings.backend == "trt" and settings.precision in TRT_PRECISIONS:
-        return write_trt_engine
+        return partial(write_trt_engine, calibration=calibration)
     raise BuildError(
         f"there is no builder for the card '{card.name}' here",
         expected=f"backend torch, backend ort with {' or '.join(ORT_PRECISIONS)}, or backend trt with "

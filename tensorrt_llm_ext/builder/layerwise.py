@@ -6,7 +6,7 @@ this is the float32 oracle of every engine built from that graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,23 +32,32 @@ _INDICES = (
 )
 
 
+Observer = Callable[[str, np.ndarray], None]
+"""Called with the name of a linear and the sizes of its input, float32 ``[tokens, 2]``: largest and root mean square."""
+
+
 def layer_states(
-    checkpoint: Checkpoint, sequences: Sequence[np.ndarray], *, last_layer: int | None = None
+    checkpoint: Checkpoint,
+    sequences: Sequence[np.ndarray],
+    *,
+    last_layer: int | None = None,
+    observe: Observer | None = None,
 ) -> Iterator[tuple[int, Norm, list[np.ndarray]]]:
     """Yield ``(layer, norm, states)`` from layer 0, the embedding, upwards; ``states`` is float32 ``[tokens, hidden]`` a
     sequence.
 
     Ends with the state after the final norm, ``(n, "post", states)``, or with ``last_layer`` where one is given. What
-    was yielded is never written to again. Raises BackendError with the layer and the library's words.
+    was yielded is never written to again. ``observe`` hears how large the input of
+    every linear is, a batch at a time. Raises BackendError with the layer and the library's words.
     """
     num_layers = checkpoint.architecture.num_layers
     offsets = np.cumsum([0, *map(len, sequences)])
     batches = _batches(sequences, checkpoint.architecture.vocab_size)
     x = checkpoint.tensor(EMBEDDING)[np.concatenate(sequences)].astype(np.float32)  # [tokens, hidden]
     yield 0, "pre", _divided(x, offsets)
-    layer_session = _Session(layer_model(checkpoint, max(map(len, sequences))))
+    layer_session = _Session(layer_model(checkpoint, max(map(len, sequences)), with_input_sizes=observe is not None))
     for layer in range(num_layers if last_layer is None else last_layer):
-        x = _next(layer_session, checkpoint, layer_prefix(layer), x, batches)
+        x = _next(layer_session, checkpoint, layer_prefix(layer), x, batches, observe)
         yield layer + 1, "pre", _divided(x, offsets)
     if last_layer is None:
         x = _next(_Session(norm_model(checkpoint)), checkpoint, "", x, batches)
@@ -74,18 +83,27 @@ class _Session:
         self._session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         self._inputs = [tensor.name for tensor in self._session.get_inputs()]
         self.weights = [name for name in self._inputs if name.endswith((".weight", ".bias"))]
+        self._outputs = [tensor.name for tensor in self._session.get_outputs()]
 
-    def run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
-        return self._session.run([NEXT_STATES], {name: feed[name] for name in self._inputs})[0]
+    def run(self, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = self._session.run(self._outputs, {name: feed[name] for name in self._inputs})
+        return dict(zip(self._outputs, outputs, strict=True))
 
 
-def _next(session: _Session, checkpoint: Checkpoint, prefix: str, x: np.ndarray, batches: list[_Batch]) -> np.ndarray:
+def _next(
+    session: _Session,
+    checkpoint: Checkpoint,
+    prefix: str,
+    x: np.ndarray,
+    batches: list[_Batch],
+    observe: Observer | None = None,
+) -> np.ndarray:
     """Run one step over all sequences; its weights are in memory only here."""
     weights = {name: checkpoint.tensor(prefix + name).astype(np.float32, copy=False) for name in session.weights}
     following = np.empty_like(x)
     for batch in batches:
         try:
-            following[batch.rows] = session.run({STATES: x[batch.rows], **batch.indices, **weights})
+            outputs = session.run({STATES: x[batch.rows], **batch.indices, **weights})
         except Exception as error:  # the library's exceptions share no base class
             raise BackendError(
                 f"ONNX Runtime failed in {prefix.rstrip('.') or 'the final norm'} of '{checkpoint.name}'",
@@ -93,6 +111,9 @@ def _next(session: _Session, checkpoint: Checkpoint, prefix: str, x: np.ndarray,
                 found=error,
                 fix="free memory if it ran out; otherwise read the library's words above",
             ) from error
+        following[batch.rows] = outputs.pop(NEXT_STATES)
+        for name, values in outputs.items() if observe else ():
+            observe(prefix + name, values)
     return following
 
 

@@ -5,25 +5,37 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from tensorrt_llm_ext.builder.calibration import SCALES_FILE, write_scales
 from tensorrt_llm_ext.builder.memory import memory_estimate
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint import Checkpoint
 from tensorrt_llm_ext.graph import write_decoder
+from tensorrt_llm_ext.graph.fp8 import FP8
 from tensorrt_llm_ext.recipes import BuildSettings, TensorSpec
 
 ACCEPTED_RUNTIME = "onnxruntime>=1.23,<2"  # 1.23 is the first with the Attention operator of opset 23
 
 
 def write_ort_engine(
-    checkpoint: Checkpoint, folder: Path, settings: BuildSettings, progress: Progress
+    checkpoint: Checkpoint,
+    folder: Path,
+    settings: BuildSettings,
+    progress: Progress,
+    calibration: Path | str | None = None,
 ) -> EngineParts:
-    """Write model.onnx and its weights into the existing, empty ``folder``. Raises what ``write_decoder`` raises."""
+    """Write model.onnx and its weights into the existing, empty ``folder``.
+
+    Precision fp8 is computed in float32 and rounded where a card rounds: slow, and what FP8 numbers are checked by.
+    Raises what ``write_decoder`` and ``write_scales`` raise.
+    """
+    fp8, facts = write_scales(checkpoint, folder, settings, calibration, progress)
     decoder = write_decoder(
         checkpoint,
         folder,
         taps=settings.taps,
-        dtype=settings.precision,
+        dtype="float32" if fp8 else settings.precision,
         max_seq_len=settings.limits.max_seq_len,
+        fp8=fp8,
         progress=partial(progress, "weights"),
     )
     inputs = [TensorSpec(tensor.name, "input", tensor.dtype, tensor.shape) for tensor in decoder.inputs]
@@ -32,9 +44,10 @@ def write_ort_engine(
         for tensor, tap in zip(decoder.outputs, settings.taps, strict=True)
     ]
     return EngineParts(
-        files=decoder.files,
+        files=(*decoder.files, SCALES_FILE) if fp8 else decoder.files,
         tensors=(*inputs, *outputs),
-        weight_dtype=decoder.weight_dtype,
+        weight_dtype=FP8 if fp8 else decoder.weight_dtype,
         memory=memory_estimate(checkpoint.architecture, settings, decoder.weight_bytes),
         accepted_runtime=ACCEPTED_RUNTIME,
+        build=facts,
     )

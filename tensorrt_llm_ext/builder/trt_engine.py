@@ -19,19 +19,21 @@ import time
 from functools import partial
 from pathlib import Path
 
+from tensorrt_llm_ext.builder.calibration import write_scales
 from tensorrt_llm_ext.builder.ladder import ladder
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.builder.trt_builder import compile_plan
-from tensorrt_llm_ext.builder.trt_library import library_for
+from tensorrt_llm_ext.builder.trt_library import check_fp8, library_for
 from tensorrt_llm_ext.checkpoint import Architecture, Checkpoint
 from tensorrt_llm_ext.errors import DiskFull
 from tensorrt_llm_ext.fingerprint import file_fingerprint
 from tensorrt_llm_ext.graph import DecoderFiles, write_decoder
+from tensorrt_llm_ext.graph.fp8 import FP8
 from tensorrt_llm_ext.graph.names import MODEL_FILE
 from tensorrt_llm_ext.recipes import BuildSettings, TensorSpec
 from tensorrt_llm_ext.recipes.contract import MemoryEstimate, Profile
 
-TRT_PRECISIONS = ("bfloat16", "float16")
+TRT_PRECISIONS = ("bfloat16", "float16", "fp8")
 PLAN_FILE = "engine.plan"
 
 _RUNG_BYTES = 32 << 20  # of a plan besides its weights, for each rung: measured 7 MB (8 layers) to 13 MB (30 layers)
@@ -44,21 +46,30 @@ FORMULA = (
 
 
 def write_trt_engine(
-    checkpoint: Checkpoint, folder: Path, settings: BuildSettings, progress: Progress
+    checkpoint: Checkpoint,
+    folder: Path,
+    settings: BuildSettings,
+    progress: Progress,
+    calibration: Path | str | None = None,
 ) -> EngineParts:
-    """Compile engine.plan into the existing, empty ``folder``.
+    """Compile engine.plan into the existing, empty ``folder``; for precision fp8 write scales.safetensors beside it.
 
-    Raises what ``library_for``, ``write_decoder`` and ``compile_plan`` raise, and DiskFull before the compiler starts.
+    Raises what ``library_for``, ``write_scales``, ``write_decoder`` and ``compile_plan`` raise, and DiskFull before the
+    compiler starts.
     """
     library = library_for(settings.compute_capabilities)
+    if settings.precision == "fp8":
+        check_fp8(settings.compute_capabilities)
     profiles = ladder(settings.limits)
+    fp8, facts = write_scales(checkpoint, folder, settings, calibration, progress)
     with tempfile.TemporaryDirectory(prefix=".network-", dir=folder) as network:
         decoder = write_decoder(
             checkpoint,
             Path(network),
             taps=settings.taps,
-            dtype=settings.precision,
+            dtype="bfloat16" if fp8 else settings.precision,
             max_seq_len=settings.limits.max_seq_len,
+            fp8=fp8,
             progress=partial(progress, "weights"),
         )
         _check_space(folder, decoder.weight_bytes + _RUNG_BYTES * len(profiles))
@@ -75,12 +86,12 @@ def write_trt_engine(
             progress=partial(progress, "compile"),
         )
         seconds = time.monotonic() - started
-        compiled_from = {MODEL_FILE: file_fingerprint(decoder.folder / MODEL_FILE)}
+        compiled_from = {MODEL_FILE: file_fingerprint(decoder.folder / MODEL_FILE)}  # scales are constants in it
     plan_bytes = (folder / PLAN_FILE).stat().st_size
     return EngineParts(
         files=(PLAN_FILE,),
         tensors=tensors,
-        weight_dtype=settings.precision,
+        weight_dtype=FP8 if fp8 else settings.precision,
         memory=_memory(checkpoint.architecture, settings, profiles, plan_bytes),
         accepted_runtime=f"{library.name}=={library.version}",
         builder=library.name,
@@ -92,6 +103,7 @@ def write_trt_engine(
             "plan_bytes": plan_bytes,
             "built_on": host_platform(),
             "notes": _notes(settings),
+            **facts,
         },
     )
 

@@ -18,6 +18,7 @@ from tensorrt_llm_ext.cli import verb
 @click.option("--card", default="cpu", help="A card of build_recipes/cards/, or the path of a TOML file.")
 @click.option("--taps", help="For example 'final@last,layer:16@mean', or eagle3.  [default: the recipe's, or final@last]")
 @click.option("--precision", help="float32, float16 …  [default: the recipe's, or the card's first]")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text for fp8 scales.  [default: the demo's prompts]")
 @click.option("--max-seq-len", type=click.IntRange(min=1), help="Tokens of the longest sequence.  [default: the recipe's]")
 def command(
     recipe: str | None,
@@ -26,6 +27,7 @@ def command(
     card: str,
     taps: str | None,
     precision: str | None,
+    calibration: Path | None,
     max_seq_len: int | None,
     as_json: bool,
 ) -> None:
@@ -48,6 +50,7 @@ def command(
             taps=taps,
             precision=precision,
             max_seq_len=max_seq_len,
+            calibration=calibration,
             progress=progress,
         )
     description = describe(out)

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.graph import names
+from tensorrt_llm_ext.graph.fp8 import FP8
 from tensorrt_llm_ext.graph.layers import EMBEDDING, decoder_layer, final_norm, layer_prefix, layout_inputs, rope_rows
 from tensorrt_llm_ext.graph.operators import NUMPY_TYPES, Graph, GraphTensor
+from tensorrt_llm_ext.graph.quantisation import Fp8Linears, Fp8Operands
 from tensorrt_llm_ext.graph.rows import RowGather
 from tensorrt_llm_ext.graph.weights import ExternalWeights
 from tensorrt_llm_ext.taps import Tap
@@ -51,16 +53,17 @@ def write_decoder(
     taps: tuple[Tap, ...],
     dtype: str,
     max_seq_len: int,
+    fp8: Fp8Linears | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderFiles:
     """Write model.onnx and its weights into the existing, empty ``folder``, one tensor in memory at a time.
 
     ``dtype`` is the compute type: float32 or float16 for ONNX Runtime, bfloat16 or float16 for TensorRT. ``mean``
-    outputs are float32, and so is every output of a bfloat16 build (NumPy has no bfloat16). ``progress`` hears of bytes
-    of weights done and in all. Raises DiskFull, BuildError, and OSError for what else a disk refuses.
+    outputs are float32, and so is every output of a bfloat16 build (NumPy has no bfloat16). With ``fp8`` the linears
+    round their operands to FP8 by its scales. ``progress`` hears of bytes of weights done and in all. Raises DiskFull, BuildError, and OSError for what else a disk refuses.
     """
     weights = ExternalWeights(checkpoint, dtype)
-    g = Graph(dtype, weights.initializer)
+    g = Graph(dtype, weights.initializer, fp8 and Fp8Operands(fp8, weights))
     _write_nodes(g, checkpoint.architecture, weights, taps, max_seq_len)
     files = weights.write(folder, progress)
     (folder / names.MODEL_FILE).write_bytes(g.model(checkpoint.name).SerializeToString(deterministic=True))
@@ -72,7 +75,8 @@ def write_decoder(
         outputs=tuple(g.outputs),
         weight_dtype=num_bytes.most_common(1)[0][0],
         weight_bytes=sum(
-            count // NUMPY_TYPES[stored].itemsize * NUMPY_TYPES[dtype].itemsize for stored, count in num_bytes.items()
+            count if stored == FP8 else count // NUMPY_TYPES[stored].itemsize * NUMPY_TYPES[dtype].itemsize
+            for stored, count in num_bytes.items()
         ),
     )
 

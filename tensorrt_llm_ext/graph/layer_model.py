@@ -6,6 +6,7 @@ no size limit to meet. The code of the layer is that of the whole decoder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import onnx
@@ -22,13 +23,15 @@ STATES = "states"  # float32 [T, hidden]
 NEXT_STATES = "next_states"  # float32 [T, hidden]
 
 
-def layer_model(checkpoint: Checkpoint, max_seq_len: int) -> onnx.ModelProto:
+def layer_model(checkpoint: Checkpoint, max_seq_len: int, *, with_input_sizes: bool = False) -> onnx.ModelProto:
     """Write the layer that takes STATES, the layout's indices and a layer's weights, and gives NEXT_STATES.
 
-    Weights go by their names in the checkpoint without ``layer_prefix``; every layer of a decoder has the same.
+    Weights go by their names in the checkpoint without ``layer_prefix``; every layer of a decoder has the same. With
+    ``with_input_sizes`` there is an output for each linear, named by it: ``[tokens, 2]``, the largest absolute value and
+    the root mean square of each token's input.
     """
     a = checkpoint.architecture
-    g = _graph(checkpoint, prefix=layer_prefix(0))
+    g = _graph(checkpoint, layer_prefix(0), _measured if with_input_sizes else None)
     x = g.input(STATES, "float32", ("T", a.hidden_size))
     layout = layout_inputs(g)
     cos, sin = (g.constant(table, "float32") for table in rope_tables(a, max_seq_len))
@@ -40,12 +43,20 @@ def layer_model(checkpoint: Checkpoint, max_seq_len: int) -> onnx.ModelProto:
 def norm_model(checkpoint: Checkpoint) -> onnx.ModelProto:
     """Write the final norm: STATES and the weight ``model.norm.weight`` give NEXT_STATES."""
     a = checkpoint.architecture
-    g = _graph(checkpoint, prefix="")
+    g = _graph(checkpoint, "")
     x = g.input(STATES, "float32", ("T", a.hidden_size))
     g.output(final_norm(g, x, a), NEXT_STATES, "float32", ("T", a.hidden_size))
     return g.model("norm")
 
 
-def _graph(checkpoint: Checkpoint, prefix: str) -> Graph:
+def _graph(
+    checkpoint: Checkpoint, prefix: str, operands: Callable[[Graph, str, str], tuple[str, str]] | None = None
+) -> Graph:
     """A float32 graph whose weights are inputs, shaped as the checkpoint's ``prefix + name``."""
-    return Graph("float32", lambda g, name: g.input(name, "float32", checkpoint.info(prefix + name).shape))
+    return Graph("float32", lambda g, name: g.input(name, "float32", checkpoint.info(prefix + name).shape), operands)
+
+
+def _measured(g: Graph, x: str, name: str) -> tuple[str, str]:
+    """Operands as they are, and the sizes of the input as an output of the graph."""
+    g.output(g.row_sizes(x), name, "float32", ("T", 2))
+    return x, g.weight(f"{name}.weight")

@@ -23,8 +23,14 @@ ONNX_TYPES = {
     "bfloat16": TensorProto.BFLOAT16,
     "int32": TensorProto.INT32,
     "int64": TensorProto.INT64,
+    "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
 }
-NUMPY_TYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY_TYPES = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 
 Dims = tuple[int | str, ...]
 
@@ -42,11 +48,18 @@ class Graph:
     """Nodes, inputs, outputs and initializers in the order they were asked for. Values are known by name.
 
     ``weight`` says where weights come from: it is called once per weight with the graph and the checkpoint's name,
-    and returns the name of the value that holds it in ``dtype``.
+    and returns the name of the value that holds it in ``dtype``. ``operands`` is called once per linear with the graph,
+    its input and its name, and returns the two values to multiply; by default the input and the weight as they are.
     """
 
-    def __init__(self, dtype: str, weight: Callable[[Graph, str], str]) -> None:
+    def __init__(
+        self,
+        dtype: str,
+        weight: Callable[[Graph, str], str],
+        operands: Callable[[Graph, str, str], tuple[str, str]] | None = None,
+    ) -> None:
         self.dtype = dtype
+        self._operands = operands or (lambda g, x, name: (x, g.weight(f"{name}.weight")))
         self.inputs: list[GraphTensor] = []
         self.outputs: list[GraphTensor] = []
         self.initializers: list[TensorProto] = []
@@ -116,14 +129,21 @@ class Graph:
     def sum(self, x: str, axis: int) -> str:
         return self.node("ReduceSum", x, self.constant([axis], "int64"), keepdims=0)
 
+    def row_sizes(self, x: str) -> str:
+        """The largest absolute value and the root mean square of each row: ``[rows, 2]``."""
+        columns = self.constant([1], "int64")
+        largest = self.node("ReduceMax", self.node("Abs", x), columns)
+        return self.node("Concat", largest, self.node("Sqrt", self.node("ReduceMean", self.multiply(x, x), columns)), axis=1)
+
     def silu(self, x: str) -> str:
         """x * sigmoid(x)"""
         return self.multiply(x, self.node("Sigmoid", x))
 
     def linear(self, x: str, name: str, has_bias: bool) -> str:
         """x W^T + b, with W [out, in] as it lies in the checkpoint."""
+        x, weight = self._operands(self, x, name)
         bias = [self.weight(f"{name}.bias")] if has_bias else []
-        return self.node("Gemm", x, self.weight(f"{name}.weight"), *bias, transB=1)
+        return self.node("Gemm", x, weight, *bias, transB=1)
 
     def rms_norm(self, x: str, name: str, epsilon: float) -> str:
         """x / sqrt(mean(x^2) + epsilon) * w over the last axis; the statistics are float32 in every build."""

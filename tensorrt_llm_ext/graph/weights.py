@@ -19,6 +19,7 @@ import numpy as np
 from onnx import TensorProto
 
 from tensorrt_llm_ext.errors import BuildError, DiskFull
+from tensorrt_llm_ext.graph.fp8 import FP8, rounded_to_fp8
 from tensorrt_llm_ext.graph.names import WEIGHTS_FILE
 from tensorrt_llm_ext.graph.operators import NUMPY_TYPES, ONNX_TYPES, Graph
 
@@ -61,6 +62,11 @@ class ExternalWeights:
         stays = info.file is not None and (info.dtype == self._dtype or self._dtype == "float32")
         dtype = info.dtype if stays else self._dtype
         return self._add(g, name, dtype, info.shape, lambda: self._checkpoint.tensor(name), info if stays else None)
+
+    def quantised(self, g: Graph, name: str, scales: np.ndarray) -> str:
+        """Add the tensor ``[out, in]``, divided by the scales ``[out]`` and rounded to float8_e4m3fn."""
+        read = lambda: rounded_to_fp8(self._checkpoint.tensor(name), scales[:, None])  # noqa: E731
+        return self._add(g, name, FP8, self._checkpoint.info(name).shape, read, None)
 
     def table(self, g: Graph, name: str, array: np.ndarray) -> str:
         """Add an array that was computed here."""

@@ -55,7 +55,7 @@ class Recipe:
     def __post_init__(self) -> None:
         toml_file.check_ranges(self)
     fp8_kept: tuple[str, ...] = ()
-    """Products that stay in bfloat16 in an fp8 engine of backend torch, as ``11.down``: the layer from 0, then qkv, o, gate_up
+    """Products that stay in bfloat16 in an fp8 engine, as ``11.down``: the layer from 0, then qkv, o, gate_up
     or down. What FP8 harms is the model's matter: tests/bench/torch_fidelity.py measures it."""
     is_deterministic: bool = False
     """Backend torch: the same sequence gives the same bytes in any batch. FP8 engines do so anyway; bfloat16 pays 4 %."""

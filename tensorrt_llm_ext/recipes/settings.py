@@ -51,7 +51,7 @@ def settings_from_recipe(recipe: Recipe, card: Card, architecture: Architecture)
         backend=card.backend,
         platform=card.platform,
         compute_capabilities=card.compute_capabilities,
-        fp8_kept=_kept(recipe, architecture) if precision == "fp8" and card.backend == "torch" else (),
+        fp8_kept=_kept(recipe, architecture) if precision == "fp8" else (),
         is_deterministic=recipe.is_deterministic,
     )
 

@@ -81,8 +81,8 @@ def test_a_recipe_of_another_model_is_refused():
 
 
 def test_a_precision_that_the_card_lacks_is_refused():
-    with pytest.raises(RecipeError, match="cannot build fp8 engines") as error:
-        settings(Recipe(precision="fp8"))
+    with pytest.raises(RecipeError, match="cannot build bfloat16 engines") as error:
+        settings(Recipe(precision="bfloat16"))
     assert "float32, float16" in error.value.expected
 
 

@@ -1,0 +1,68 @@
+"""Linears in FP8: their inputs and weights are rounded to float8_e4m3fn by scales that were fixed when the graph was written.
+
+A compiler that sees QuantizeLinear and DequantizeLinear around a Gemm computes it in FP8; ONNX Runtime computes the same
+rounding in float32. Activations have one scale a tensor and weights one an output channel: static, so that a request's
+numbers do not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tensorrt_llm_ext.errors import BuildError
+from tensorrt_llm_ext.graph.fp8 import FP8
+from tensorrt_llm_ext.graph.operators import Graph
+from tensorrt_llm_ext.graph.weights import ExternalWeights
+
+@dataclass(frozen=True)
+class LinearScales:
+    """Scales of one linear: what a rounded value is multiplied with to have its size again.
+
+    Each is a value of bfloat16, so graphs of float32 and of bfloat16 round alike.
+    """
+
+    activation: float
+    weight: np.ndarray  # float32 [out]
+
+
+@dataclass(frozen=True)
+class Fp8Linears:
+    """Every linear of a decoder by name (``model.layers.0.self_attn.q_proj`` …): its scales, or that it is kept as it is."""
+
+    scales: Mapping[str, LinearScales]
+    kept: frozenset[str] = frozenset()
+
+
+class Fp8Operands:
+    """Gives the operands of each Gemm of a graph, rounded where the linear is one of FP8."""
+
+    def __init__(self, linears: Fp8Linears, weights: ExternalWeights) -> None:
+        self._linears = linears
+        self._weights = weights
+        self._rounded: dict[tuple[str, float], str] = {}  # q, k and v have one input, and one scale
+
+    def __call__(self, g: Graph, x: str, name: str) -> tuple[str, str]:
+        """The input ``[T, in]`` and the weight ``[out, in]`` of the linear ``name``. Raises BuildError without a scale."""
+        if name in self._linears.kept:
+            return x, g.weight(f"{name}.weight")
+        if name not in self._linears.scales:
+            raise BuildError(
+                f"there is no FP8 scale for '{name}'",
+                expected="scales of every linear that is not kept in a higher precision",
+                found=f"scales of {len(self._linears.scales)} linears, and {len(self._linears.kept)} that are kept",
+                fix="calibrate again with this checkpoint",
+            )
+        scales = self._linears.scales[name]
+        weight = self._weights.quantised(g, f"{name}.weight", scales.weight)
+        channels = g.constant(scales.weight, g.dtype)
+        return self._input(g, x, scales.activation), g.node("DequantizeLinear", weight, channels, axis=0)
+
+    def _input(self, g: Graph, x: str, scale: float) -> str:
+        if (x, scale) not in self._rounded:
+            scalar = g.constant(scale, g.dtype)
+            rounded = g.node("QuantizeLinear", x, scalar, g.constant(0, FP8))
+            self._rounded[x, scale] = g.node("DequantizeLinear", rounded, scalar)
+        return self._rounded[x, scale]

@@ -1,0 +1,204 @@
+"""FP8: scales come from text, every linear has one or is kept and named, and the plan multiplies in FP8."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+
+from tensorrt_llm_ext.builder import build_engine, calibration, trt_engine
+from tensorrt_llm_ext.builder.calibration import calibrate
+from tensorrt_llm_ext.checkpoint import open_checkpoint
+from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError
+from tensorrt_llm_ext.graph import write_decoder
+from tensorrt_llm_ext.graph.fp8 import rounded_to_fp8, scale_of
+from tensorrt_llm_ext.graph.quantisation import Fp8Linears
+from tensorrt_llm_ext.recipes import load_card
+from tensorrt_llm_ext.taps import parse_taps
+
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Layers that change the states by more than FP8 does, or no canary could tell one from the next."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "llama"
+    sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    model = tiny.tiny_model("llama", **sizes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(8.0)
+        model.model.norm.weight.normal_()
+    model.save_pretrained(folder)
+    tiny.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "prompts.jsonl"
+    lines = ["A first prompt to calibrate on.", "Another, a little longer, with 12 numbers in it.", "short"]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+def silent(done, total):
+    pass
+
+
+@pytest.mark.parametrize("card", ["l40s", "rtx5090", "dgx-spark"])
+def test_a_plan_multiplies_every_linear_in_fp8(card, checkpoint, text, tmp_path):
+    pytest.importorskip("tensorrt_rtx_bindings")
+    contract = build_engine(checkpoint, tmp_path / "engine", card=card, precision="fp8", calibration=text)
+    assert (contract.weight_dtype, contract.activation_dtype) == ("float8_e4m3fn", "fp8")
+    assert contract.build["calibration"]["fp8_linears"] == 2 * len(LINEARS)
+    plan = (tmp_path / "engine" / "engine.plan").read_bytes()
+    weights = set(re.findall(rb'fully_connected=\{ name="[^"]*" output=\{[^}]*\} input=\{"[^"]*" "([^"]*_dconst)"', plan))
+    assert weights, "the plan names no multiplication by a constant"
+    for name in weights:  # one byte a value
+        found = re.search(rb'const_payload_size=(\d+) dims=\{ (\d+) (\d+) \} name="' + re.escape(name) + b'"', plan)
+        num_bytes, *sizes = map(int, found.groups())
+        assert num_bytes == sizes[0] * sizes[1]
+
+
+def test_the_scales_lie_beside_the_engine_with_the_calibrations_fingerprint(checkpoint, text, tmp_path):
+    contract = build_engine(checkpoint, tmp_path / "engine", precision="fp8", calibration=text)
+    with safe_open(tmp_path / "engine" / "scales.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["calibration"])["fingerprint"] == contract.build["calibration"]["fingerprint"]
+        names = set(file.keys())
+        weight = open_checkpoint(checkpoint).tensor("model.layers.0.mlp.down_proj.weight")
+        assert np.array_equal(file.get_tensor("model.layers.0.mlp.down_proj.weight_scale"), scale_of(np.abs(weight).max(1)))
+    linears = {f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEARS}
+    assert names == {f"{name}.{kind}_scale" for name in linears for kind in ("activation", "weight")}
+    assert "scales.safetensors" in {file.name for file in contract.files}
+
+
+def test_the_graph_of_float32_rounds_operands_as_the_scales_say(checkpoint, text, tmp_path):
+    """Near float32, and not float32: what `verify` measures on the CPU. Every linear has its rounding."""
+    with open_checkpoint(checkpoint) as opened:
+        linears = calibrate(opened, text, num_layers=2, progress=silent).linears
+        states = {}
+        for name, fp8 in (("float32", None), ("fp8", linears)):
+            (tmp_path / name).mkdir()
+            taps = parse_taps("layer:1@all", 2)
+            write_decoder(opened, tmp_path / name, taps=taps, dtype="float32", max_seq_len=16, fp8=fp8)
+            states[name] = run(tmp_path / name / "model.onnx", np.arange(40, 56, dtype=np.int32))
+    right, found = states["float32"], states["fp8"]
+    cosines = (right * found).sum(1) / np.linalg.norm(right, axis=1) / np.linalg.norm(found, axis=1)
+    assert cosines.min() > 0.98 and cosines.max() < 0.999_99
+    nodes = [node.op_type for node in onnx.load(tmp_path / "fp8" / "model.onnx", load_external_data=False).graph.node]
+    assert nodes.count("Gemm") == len(LINEARS)
+    assert nodes.count("QuantizeLinear") == 4  # one for q, k and v, one for gate and up
+    assert nodes.count("DequantizeLinear") == 4 + len(LINEARS)
+
+
+def run(model, token_ids):
+    """The only output of a decoder for one sequence."""
+    rows = np.arange(len(token_ids), dtype=np.int32)
+    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    inputs = {"input_ids": token_ids, "position_ids": rows, "attention_rows": rows[None], "packed_slots": rows}
+    return session.run(None, inputs)[0]
+
+
+def test_other_text_is_another_engine(checkpoint, text, tmp_path):
+    first = build_engine(checkpoint, tmp_path / "first", precision="fp8", calibration=text)
+    again = build_engine(checkpoint, tmp_path / "again", precision="fp8", calibration=text)
+    assert first.engine_fingerprint() == again.engine_fingerprint()
+    (tmp_path / "other.txt").write_text("Entirely other words\n")
+    other = build_engine(checkpoint, tmp_path / "other", precision="fp8", calibration=tmp_path / "other.txt")
+    assert other.engine_fingerprint() != first.engine_fingerprint()
+
+
+def test_a_linear_that_loses_too_much_is_kept_and_named(checkpoint, text, tmp_path, monkeypatch):
+    with open_checkpoint(checkpoint) as opened:
+        losses = calibrate(opened, text, num_layers=2, progress=silent).losses
+        worst = max(losses, key=losses.get)
+        monkeypatch.setattr(calibration, "MAX_LOSS", (losses[worst] + sorted(losses.values())[-2]) / 2)
+    contract = build_engine(checkpoint, tmp_path / "engine", precision="fp8", calibration=text)
+    facts = contract.build["calibration"]
+    assert list(facts["kept_linears"]) == [worst] and facts["fp8_linears"] == 2 * len(LINEARS) - 1
+    assert facts["bytes_for_kept_linears"] == open_checkpoint(checkpoint).tensor(f"{worst}.weight").size
+
+
+def test_what_the_recipe_keeps_is_kept(checkpoint, text):
+    with open_checkpoint(checkpoint) as opened:
+        products = ("0.qkv", "1.down", "1.gate_up")
+        linears = calibrate(opened, text, num_layers=2, kept_products=products, progress=silent).linears
+    assert linears.kept == {
+        *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
+        *(f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")),
+    }
+    assert len(linears.scales) == 14 - 6 and not linears.kept & set(linears.scales)
+
+
+def test_the_loss_is_that_of_the_smallest_token_beside_the_largest_value():
+    sizes = np.array([[448.0, 100.0], [1.0, 0.5]], np.float32)
+    largest, loss = calibration._measured("linear", sizes)
+    assert largest == 448 and loss == pytest.approx(2**-9 / 12**0.5 / 0.5)
+    rows = np.random.default_rng(0).uniform(-0.004, 0.004, (1, 5000)).astype(np.float32)  # below 2^-6: evenly spaced
+    rounded = rounded_to_fp8(rows, 1.0).astype(np.float32)
+    found = np.sqrt(np.mean((rounded - rows) ** 2)) / np.sqrt(np.mean(rows**2))
+    assert calibration._measured("linear", np.array([[448.0, np.sqrt(np.mean(rows**2))]]))[1] == pytest.approx(found, rel=0.1)
+
+
+def test_a_missing_scale_is_an_error(checkpoint, text, tmp_path):
+    with open_checkpoint(checkpoint) as opened:
+        linears = calibrate(opened, text, num_layers=2, progress=silent).linears
+        missing = "model.layers.1.mlp.up_proj"
+        scales = {name: found for name, found in linears.scales.items() if name != missing}
+        with pytest.raises(BuildError, match=f"no FP8 scale for '{missing}'"):
+            write_decoder(
+                opened, tmp_path, taps=parse_taps("final@last", 2), dtype="float32", max_seq_len=8, fp8=Fp8Linears(scales)
+            )
+
+
+@pytest.mark.parametrize("sizes", [[[0.0, 0.0]], [[np.inf, 1.0]], [[np.nan, 1.0]]])
+def test_an_input_without_a_scale_is_refused(sizes):
+    with pytest.raises(BuildError, match="'linear' gives no FP8 scale"):
+        calibration._measured("linear", np.array(sizes, np.float32))
+
+
+def test_scales_are_values_of_bfloat16_that_cut_nothing():
+    largest = np.geomspace(1e-6, 1e6, 999).astype(np.float32)
+    scales = scale_of(largest)
+    assert np.all(scales * 448 >= largest) and np.all(scales * 448 <= largest * 1.01)
+    assert not np.any(scales.view(np.uint32) & 0xFFFF)
+    assert scale_of(np.zeros(2, np.float32)).tolist() == [1, 1]  # a channel of zeros stays one
+
+
+def test_a_card_without_fp8_is_refused_before_the_builder_is_asked(checkpoint, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(trt_engine, "write_scales", lambda *args: pytest.fail("the builder was asked"))
+    with pytest.raises(RecipeError, match="'a100' .NVIDIA A100. cannot build fp8"):
+        build_engine(checkpoint, tmp_path / "engine", card="a100", precision="fp8", calibration=text)
+    claimed = replace(load_card("a100"), precisions=("fp8",))
+    with pytest.raises(BuildError, match="8.0 has no FP8"):
+        build_engine(checkpoint, tmp_path / "engine", card=claimed, calibration=text)
+
+
+def test_a_calibration_that_nothing_uses_is_refused(checkpoint, text, tmp_path):
+    with pytest.raises(RecipeError, match="no fixed scales"):
+        build_engine(checkpoint, tmp_path / "engine", calibration=text)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [("", "no prompt"), ('{"text": ""}\n', "empty"), ("x" * 600 + "\n", "601 tokens")],
+)
+def test_text_that_cannot_be_calibrated_on_is_refused(content, found, checkpoint, tmp_path):
+    path = tmp_path / ("prompts.jsonl" if content.startswith("{") else "prompts.txt")
+    path.write_text(content)
+    with pytest.raises(InputError, match="cannot be calibrated on") as error:
+        build_engine(checkpoint, tmp_path / "engine", precision="fp8", calibration=path)
+    assert found in f"{error.value}"
+
+
+def test_without_the_demo_text_must_be_named(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "DEMO_PROMPTS", tmp_path / "absent.jsonl")
+    with pytest.raises(InputError, match="FP8 needs text"):
+        build_engine(checkpoint, tmp_path / "engine", precision="fp8")
