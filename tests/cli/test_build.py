@@ -34,7 +34,7 @@ def test_options_go_before_the_recipe(command, checkpoint_path, tmp_path):
     [
         (["--taps", "layer:8@last"], "before and after the final norm differ"),
         (["--card", "cpuu"], "there is no card named 'cpuu'"),
-        (["--precision", "fp8"], "cannot build fp8 engines"),
+        (["--precision", "bfloat16"], "cannot build bfloat16 engines"),
         (["--max-seq-len", "100000"], "longer than the model can be run at exactly"),
         (["smollm2-135m"], "is for another model"),
         (["smollm2-135"], "there is no recipe named 'smollm2-135'"),
