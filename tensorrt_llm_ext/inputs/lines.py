@@ -86,6 +86,13 @@ def _check_opens(path: str) -> None:
 def _standard_input() -> AbstractContextManager[BinaryIO]:
     """Standard input through a buffer of our own: at its exit Python takes the lock of ``sys.stdin``'s, which a thread
     that still waits for a line would hold, and aborts."""
+    if sys.stdin is None:
+        raise InputError(
+            "standard input is closed",
+            expected="a file or a pipe as standard input",
+            found="none",
+            fix="send the prompts through a pipe, or name a file with --input",
+        )
     try:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     except io.UnsupportedOperation:  # something else was put in its place

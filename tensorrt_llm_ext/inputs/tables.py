@@ -63,20 +63,20 @@ class ArrowFolderInput:
 
 def _files_of_folder(folder: Path) -> list[Path]:
     """The data files in the order in which ``state.json`` lists them: the order of the rows."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = ", ".join(json.loads((folder / "dataset_dict.json").read_text()).get("splits", []))
-        raise InputError(
-            f"'{folder}' holds several splits",
-            expected="one split",
-            found=f"the splits {splits}",
-            fix=f"name the folder of a split, for example {folder / splits.split(', ')[0]}",
-        )
     try:
-        names = [file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+        if (folder / "dataset_dict.json").is_file():
+            splits = ", ".join(json.loads((folder / "dataset_dict.json").read_text())["splits"])
+            raise InputError(
+                f"'{folder}' holds several splits",
+                expected="one split",
+                found=f"the splits {splits}",
+                fix=f"name the folder of a split, for example {folder / splits.split(', ')[0]}",
+            )
+        names = [str(Path(file["filename"])) for file in json.loads((folder / "state.json").read_text())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"'{folder}' is not a folder written by save_to_disk",
-            expected="a state.json that lists the data files",
+            expected="a state.json that lists the data files, or a dataset_dict.json that lists splits",
             found=f"{type(error).__name__}: {error}",
             fix="name a file, or save the dataset with save_to_disk",
         ) from error

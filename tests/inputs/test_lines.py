@@ -103,6 +103,12 @@ def test_standard_input_is_jsonl_unless_said_otherwise(monkeypatch):
     assert {row.fraction for row in rows} == {None}
 
 
+def test_a_closed_standard_input_is_named(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # what Python makes of ``<&-``
+    with pytest.raises(InputError, match="standard input is closed"):
+        rows_of("-")
+
+
 def test_the_fraction_read_grows_to_one(jsonl):
     fractions = [row.fraction for row in rows_of(jsonl(*['{"text": "abc"}'] * 5000))]
     assert fractions == sorted(fractions) and 0 < fractions[0] < 0.5 and fractions[-1] == 1.0

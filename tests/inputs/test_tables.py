@@ -145,3 +145,18 @@ def test_a_folder_of_splits_asks_for_one_of_them(tmp_path):
 def test_another_folder_is_not_taken_for_a_dataset(tmp_path):
     with pytest.raises(InputError, match="is not a folder written by save_to_disk"):
         open_input(str(tmp_path), Fields())
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("dataset_dict.json", "{bad"),
+        ("dataset_dict.json", "[]"),
+        ("state.json", '{"_data_files": [{"filename": 5}]}'),
+        ("state.json", '{"_data_files": 5}'),
+    ],
+)
+def test_a_damaged_list_of_files_is_named(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match="is not a folder written by save_to_disk"):
+        open_input(str(tmp_path), Fields())
