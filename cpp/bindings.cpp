@@ -48,6 +48,7 @@ void drop(void* object) {
 }
 
 void invoke(void* callable, const SlotRef& slot) {
+    if (!Py_IsInitialized()) throw session_closed();  // a worker that outlived the interpreter
     py::gil_scoped_acquire gil;
     try {
         py::handle(static_cast<PyObject*>(callable))(slot);

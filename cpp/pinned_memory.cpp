@@ -17,6 +17,7 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = 2 << 20;
+constexpr size_t kSmall = 64 << 20;  // asked for without a look: a machine whose memory grows on demand may say that none is free
 constexpr unsigned kDeviceMap = 2;  // CU_MEMHOSTREGISTER_DEVICEMAP
 
 Error too_much(size_t needed, const std::string& found) {
@@ -27,8 +28,9 @@ Error too_much(size_t needed, const std::string& found) {
 }  // namespace
 
 Mapping::Mapping(size_t wanted) {
-    const size_t free = free_memory();
-    if (wanted > free) throw too_much(wanted, std::to_string(free) + " bytes free");  // or the kernel kills us while we touch it
+    if (const size_t free = free_memory(); wanted > std::max(free, kSmall)) {  // or the kernel kills us while we touch it
+        throw too_much(wanted, std::to_string(free) + " bytes free");
+    }
     const size_t unit = wanted >= kHugePage ? kHugePage : kPage;
     num_bytes = (std::max<size_t>(wanted, 1) + unit - 1) / unit * unit;
     const int protection = PROT_READ | PROT_WRITE, flags = MAP_PRIVATE | MAP_ANONYMOUS;

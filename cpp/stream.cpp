@@ -58,8 +58,8 @@ void Stream::attempt(std::optional<uint64_t> batch, Enqueue enqueue) {
 
 void Stream::run(const SlotRef& slot, Call call) {
     raise_if_ended();
-    const bool is_bind = slot->step() == Step::packed;
-    slot->advance("run", is_bind ? Step::packed : Step::copied_in, is_bind ? Step::packed : Step::ran, is_bind ? Step::packed : Step::ran);
+    const bool is_bind = slot->step() == Step::packed;  // leaves the batch where it is
+    if (!is_bind) slot->advance("run", Step::copied_in, Step::ran, Step::ran);
     slot->used_by(shared_from_this());
     attempt(slot->batch(), [&] { enqueue_run(slot, std::move(call)); });
 }

@@ -193,6 +193,24 @@ def test_the_consumer_of_extract_works_while_a_batch_runs(watched):
     engine.wait_until_running(3)  # the first is being consumed, the second and third run meanwhile
 
 
+@pytest.mark.slow
+def test_a_store_that_takes_a_third_of_the_compute_time_hides_behind_it(watched):
+    session, engine = watched()
+    engine.before = lambda: time.sleep(0.05)  # the compute
+    items = [work_item(str(i), [i % 90, 1]) for i in range(32 * 25)]
+
+    def seconds(store_s):
+        started = time.perf_counter()
+        for number, _ in enumerate(session.extract(items), 1):
+            if number % 32 == 0:
+                time.sleep(store_s)  # one batch's records are stored
+        return time.perf_counter() - started
+
+    seconds(0)
+    without, slowed = (min(seconds(store_s) for _ in range(3)) for store_s in (0, 0.015))
+    assert slowed < 1.05 * without
+
+
 def test_each_batch_is_every_shape_then_every_address_then_one_pass_on_the_stream(watched):
     session, engine = watched()
     for _ in range(2):
