@@ -190,6 +190,7 @@ def copies(num_megabytes: int = 128, num_rounds: int = 9) -> dict[str, float]:
         for name, start, end in events:
             times[name].append(start.elapsed_time(end))
         del slot, ticket
+    del pinned, events, start, end  # torch records an event on every stream that used them: before the stream goes
     stream.close(PATIENCE_S)
     speed = {name: num_tokens * 4 / statistics.median(values) / 1e6 for name, values in times.items()}
     return {
