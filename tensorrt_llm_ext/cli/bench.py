@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Time an engine beside transformers: same prompts, same threads, one run.
 
-    transformers runs padded in the order given and sorted by length, in float32 and in bfloat16. Needs the extra
-    'verify' (torch and transformers), and memory for the whole model.
+    transformers runs padded in the order given and sorted by length, in float32 and, where the CPU has it, in
+    bfloat16. Needs the extra 'verify' (torch and transformers), and memory for the whole model.
     """
     from tensorrt_llm_ext import checks
     from tensorrt_llm_ext.checkpoint import open_checkpoint
@@ -85,4 +85,6 @@ def _print(result: BenchResult) -> None:
     for name, ratio in result.ratios.items():
         dtype, order = name.split("_", 1)
         click.echo(f"{ratio:.2f} times transformers {dtype}, {order.replace('_', ' ')}")
+    for note in result.notes:
+        click.echo(note)
     click.echo(", ".join(f"{name} {value}" for name, value in result.machine.items()))

@@ -25,6 +25,7 @@ RESULT = BenchResult(
         Timing("transformers", "float32", "padded", 300.0, 1.0, (1.0,), None),
     ),
     ratios={},
+    notes=("something is left out",),
     machine=MACHINE,
 )
 
@@ -34,7 +35,7 @@ def test_the_table_has_a_line_a_contender_with_the_ratio_to_ours():
     assert lines[0].startswith("tiny: 3 prompts of 1 to 9 tokens, 1,234 in all; 2 threads of a CPU")
     assert "| this engine | float32 | packed | 900 | 1.00 | 1.000000 |" in lines
     assert "| transformers | float32 | padded | 300 | 3.00 |  |" in lines
-    assert lines[-1].endswith("commit abc+.")
+    assert lines[-2] == "something is left out." and lines[-1].endswith("commit abc+.")
 
 
 def test_only_what_is_between_the_markers_changes():

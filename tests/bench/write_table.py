@@ -51,6 +51,7 @@ def table(result: checks.BenchResult) -> str:
             "|---|---|---|---:|---:|---:|",
             *rows,
             "",
+            *(f"{note}." for note in result.notes),
             f"onnxruntime {machine['onnxruntime']}, torch {machine['torch']}, transformers {machine['transformers']}, "
             f"Python {machine['python']}, {machine['system']}; commit {machine['commit']}.",
         ]

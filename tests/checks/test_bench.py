@@ -37,6 +37,7 @@ def measured(run_bench):
     heard = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MODULE, "SLOW", float("inf"))
+        patch.setattr(MODULE, "SLOW_BFLOAT16", float("inf"))
         return run_bench(num_rounds=2, on_round=lambda name, done, total: heard.append((name, done, total))), heard
 
 
@@ -73,8 +74,17 @@ def test_who_is_far_slower_than_ours_runs_once(run_bench, monkeypatch):
 
     monkeypatch.setattr(MODULE, "padded_last_states", slowly)
     monkeypatch.setattr(MODULE, "SLOW", 1.0)
+    monkeypatch.setattr(MODULE, "SLOW_BFLOAT16", 0.0)
     result = run_bench(num_rounds=3)
-    assert [len(timing.round_seconds) for timing in result.timings] == [3] + [1] * 6
+    assert [len(timing.round_seconds) for timing in result.timings] == [3, 1, 1, 1]
+
+
+def test_where_bfloat16_is_slow_it_is_left_out_and_the_note_says_so(run_bench, monkeypatch):
+    monkeypatch.setattr(MODULE, "SLOW_BFLOAT16", 0.0)
+    result = run_bench(num_rounds=1)
+    assert {timing.dtype for timing in result.timings} == {"float32"} and len(result.timings) == 4
+    assert "transformers bfloat16 is left out" in result.notes[0]
+    assert result.ratios.keys() == {"float32_in_order", "float32_sorted"}
 
 
 def test_ratios_take_the_better_of_the_sorted_batches():
