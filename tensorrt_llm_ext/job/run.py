@@ -175,7 +175,8 @@ class _Run:
     def _write_ledgers(self) -> None:
         """Give every row that was taken and not committed its reason, and publish the refusals.
 
-        A run that ends by itself has no such rows; if it had, they would be missing in the report, which says so.
+        A run that ends by itself has no such rows; if it had, they would be missing in the report, which says so. A run
+        that read less than what is settled keeps the longer list of refusals that is there.
         """
         error = self.report.stopped_by
         reason = (_code(error), str(error)) if error else (INTERRUPTED, "the run was asked to stop")
@@ -183,7 +184,8 @@ class _Run:
         try:
             if error or self.report.is_interrupted:
                 self.failed.write([(row, *reason) for row in uncommitted])
-            self.refused.publish()
+            if self.report.read >= self.store.settled_rows:
+                self.refused.publish()
         except StoreError as full:
             self.report.stopped_by = error or full
 

@@ -131,6 +131,14 @@ def test_a_larger_limit_goes_on_and_a_smaller_one_reads_less(engine, undisturbed
     assert [row["request_id"] for row in table_of(out).to_pylist()] == [row["request_id"] for row in expected[0]]
 
 
+def test_a_smaller_limit_keeps_the_longer_list_of_refusals(engine, undisturbed, tmp_path):
+    prompts, _ = undisturbed
+    run(engine, prompts, tmp_path / "out")
+    before = ledger_of(tmp_path / "out" / "refused.jsonl")
+    run(engine, prompts, tmp_path / "out", limit=10, resume=True)
+    assert ledger_of(tmp_path / "out" / "refused.jsonl") == before and len(before) > 1
+
+
 def test_an_input_that_has_grown_goes_on(engine, undisturbed, tmp_path):
     prompts, _ = undisturbed
     grown = tmp_path / "prompts.jsonl"
