@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tensorrt_llm_ext
 from tensorrt_llm_ext.builder.upstream import upstream_taps
 from tensorrt_llm_ext.checkpoint import Checkpoint
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.recipes.contract import Contract, Fingerprints, Limits, MemoryEstimate, TensorSpec
-from tensorrt_llm_ext.results.record import Origin, Tokenisation
+from tensorrt_llm_ext.results.record import Origin, Tokenisation, origin_from_contract
 from tensorrt_llm_ext.taps import DEFAULT_TAPS
 
 BACKEND = "tensorrt_llm.torch"
@@ -69,17 +68,4 @@ def captured_contract(
 
 def captured_origin(contract: Contract, tokenisation: Tokenisation = Tokenisation()) -> Origin:
     """What all records of one capture share. No gather is measured: rows are sliced by the step's own lengths."""
-    return Origin(
-        model_name=contract.model_name,
-        checkpoint_fingerprint=contract.fingerprints.checkpoint,
-        num_layers=contract.architecture.num_layers,
-        hidden_size=contract.architecture.hidden_size,
-        tokenizer_fingerprint=contract.fingerprints.tokenizer,
-        special_tokens=tokenisation.special_tokens,
-        template_hash=tokenisation.template_hash,
-        prefix=tokenisation.prefix,
-        engine_fingerprint=contract.engine_fingerprint(),
-        backend=contract.backend,
-        convention="none",
-        code_version=tensorrt_llm_ext.__version__,
-    )
+    return origin_from_contract(contract, "none", tokenisation)

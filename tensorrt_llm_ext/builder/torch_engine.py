@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import struct
 from collections import Counter
@@ -25,7 +24,7 @@ from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, TensorInfo
-from tensorrt_llm_ext.errors import DiskFull
+from tensorrt_llm_ext.graph.weights import check_space, link
 from tensorrt_llm_ext.recipes import BuildSettings
 from tensorrt_llm_ext.recipes.contract import MemoryEstimate
 
@@ -82,8 +81,8 @@ def _linked(
 ) -> dict[str, StoredWeight]:
     """Link every file that holds one of the weights, or copy it where links are refused; hash each weight."""
     names = {file: LINKED_FILE.format(n) for n, file in enumerate(dict.fromkeys(info.file for info in infos), 1)}
-    copies = [file for file, name in names.items() if not _link(file, folder / name)]
-    _check_space(folder, sum(file.stat().st_size for file in copies))
+    copies = [file for file, name in names.items() if not link(file, folder / name)]
+    check_space(folder, "the weights", sum(file.stat().st_size for file in copies))
     for file in copies:
         shutil.copyfile(file, folder / names[file])
     weights = {}
@@ -99,7 +98,7 @@ def _written(
     """Write every weight as ``dtype`` into one safetensors file; hash each."""
     lengths = [math.prod(info.shape) * NUMPY_TYPES[dtype].itemsize for info in infos]
     header, start = _header(infos, lengths, dtype)
-    _check_space(folder, start + sum(lengths))
+    check_space(folder, "the weights", start + sum(lengths))
     weights = {}
     with open(folder / WRITTEN_FILE, "wb") as out:
         out.write(header)
@@ -134,22 +133,3 @@ def _read(
         yield info, values
         done += values.nbytes
     progress(total, total)
-
-
-def _link(source: Path, target: Path) -> bool:
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        return False
-    return True
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise DiskFull(
-            f"the weights do not fit on the disk of '{folder}'",
-            expected=f"{needed / 1e9:.2f} GB free",
-            found=f"{free / 1e9:.2f} GB free",
-            fix="free space, or name an --out on another disk",
-        )

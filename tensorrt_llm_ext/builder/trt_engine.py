@@ -12,7 +12,6 @@ here: what the contract says of it is what the graph was written with, and what 
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -25,11 +24,11 @@ from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.builder.trt_builder import compile_plan
 from tensorrt_llm_ext.builder.trt_library import check_fp8, library_for
 from tensorrt_llm_ext.checkpoint import Architecture, Checkpoint
-from tensorrt_llm_ext.errors import DiskFull
 from tensorrt_llm_ext.fingerprint import file_fingerprint
 from tensorrt_llm_ext.graph import DecoderFiles, write_decoder
 from tensorrt_llm_ext.graph.fp8 import FP8
 from tensorrt_llm_ext.graph.names import MODEL_FILE
+from tensorrt_llm_ext.graph.weights import check_space
 from tensorrt_llm_ext.recipes import BuildSettings, TensorSpec
 from tensorrt_llm_ext.recipes.contract import MemoryEstimate, Profile
 
@@ -72,7 +71,7 @@ def write_trt_engine(
             fp8=fp8,
             progress=partial(progress, "weights"),
         )
-        _check_space(folder, decoder.weight_bytes + _RUNG_BYTES * len(profiles))
+        check_space(folder, "the plan", decoder.weight_bytes + _RUNG_BYTES * len(profiles))
         tensors = _tensors(decoder, settings)
         started = time.monotonic()
         compile_plan(
@@ -137,14 +136,3 @@ def _memory(a: Architecture, settings: BuildSettings, profiles: tuple[Profile, .
     slots = max(profile.max_batch_size * profile.max_seq_len for profile in profiles)
     heads = slots * 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
     return MemoryEstimate(plan_bytes + _VALUE_BYTES * (rows + heads), plan_bytes, FORMULA)
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise DiskFull(
-            f"the plan does not fit on the disk of '{folder}'",
-            expected=f"{needed / 1e9:.2f} GB free",
-            found=f"{free / 1e9:.2f} GB free",
-            fix="free space, or name an --out on another disk",
-        )

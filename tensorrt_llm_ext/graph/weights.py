@@ -86,10 +86,10 @@ class ExternalWeights:
         cannot hold. ``progress`` hears of bytes done and bytes in all.
         """
         linked = self._worth_linking()
-        copies = {file: name for file, name in linked.items() if not _link(file, folder / name)}
+        copies = {file: name for file, name in linked.items() if not link(file, folder / name)}
         streamed = [weight for weight in self._weights if weight.in_place is None or weight.in_place.file not in linked]
         needed = sum(file.stat().st_size for file in copies) + sum(weight.num_bytes + ALIGNMENT for weight in streamed)
-        _check_space(folder, needed)
+        check_space(folder, "the weights", needed)
         for file, name in copies.items():
             shutil.copyfile(file, folder / name)
         for weight in self._weights:
@@ -129,7 +129,7 @@ class ExternalWeights:
         return {file: LINKED_FILE.format(number) for number, file in enumerate(worth, 1)}
 
 
-def _link(source: Path, target: Path) -> bool:
+def link(source: Path, target: Path) -> bool:
     """Hard-link the file itself (ONNX Runtime refuses a symlink that leaves the folder), or say that it is refused."""
     try:
         os.link(source.resolve(), target)
@@ -138,11 +138,12 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, what: str, needed: int) -> None:
+    """Raise DiskFull when ``what`` takes ``needed`` bytes and fewer are free where ``folder`` lies."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskFull(
-            f"the weights do not fit on the disk of '{folder}'",
+            f"no space for {what} on the disk of '{folder}'",
             expected=f"{needed / 1e9:.2f} GB free",
             found=f"{free / 1e9:.2f} GB free",
             fix="free space, or name an --out on another disk",

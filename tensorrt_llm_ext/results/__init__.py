@@ -9,6 +9,7 @@ from tensorrt_llm_ext.results.record import (
     State,
     Tokenisation,
     WorkItem,
+    origin_from_contract,
     rows_hash,
 )
 
@@ -20,6 +21,7 @@ __all__ = [
     "State",
     "Tokenisation",
     "WorkItem",
+    "origin_from_contract",
     "payload_from_record",
     "record_from_payload",
     "rows_hash",

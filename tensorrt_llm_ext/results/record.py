@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 import xxhash
 
+from tensorrt_llm_ext import __version__
+from tensorrt_llm_ext.recipes.contract import Contract, Convention
 from tensorrt_llm_ext.taps import Tap
 
 FORMAT_VERSION = 1
@@ -97,3 +99,21 @@ def rows_hash(rows: np.ndarray) -> str:
     digest = xxhash.xxh3_128(f"{rows.dtype.name}{list(rows.shape)}".encode())
     digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))  # bytes: bfloat16 has no buffer of its own
     return "xxh3-128:" + digest.hexdigest()
+
+
+def origin_from_contract(contract: Contract, convention: Convention, tokenisation: Tokenisation) -> Origin:
+    """Say what all records of one session share, from the contract, the convention that holds and the policy of the text."""
+    return Origin(
+        model_name=contract.model_name,
+        checkpoint_fingerprint=contract.fingerprints.checkpoint,
+        num_layers=contract.architecture.num_layers,
+        hidden_size=contract.architecture.hidden_size,
+        tokenizer_fingerprint=contract.fingerprints.tokenizer,
+        special_tokens=tokenisation.special_tokens,
+        template_hash=tokenisation.template_hash,
+        prefix=tokenisation.prefix,
+        engine_fingerprint=contract.engine_fingerprint(),
+        backend=contract.backend,
+        convention=convention,
+        code_version=__version__,
+    )

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-import tensorrt_llm_ext
 from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.errors import ContractError, Refusal
 from tensorrt_llm_ext.recipes.contract import Contract, Convention, read_contract
-from tensorrt_llm_ext.results.record import Failure, Origin, Record, Tokenisation, WorkItem
+from tensorrt_llm_ext.results.record import Failure, Origin, Record, Tokenisation, WorkItem, origin_from_contract
 from tensorrt_llm_ext.runtime.canaries import CanaryDistance, CanaryTicket, canary_items
 from tensorrt_llm_ext.runtime.convention import ConventionEvidence, measure_convention
 from tensorrt_llm_ext.runtime.door import check_files, check_inputs, flattened
@@ -100,7 +99,7 @@ class Session:
             raise
         try:
             evidence = measure_convention(pipeline.run, contract)
-            session = cls(pipeline, contract, evidence, _origin(contract, evidence.convention, tokenisation))
+            session = cls(pipeline, contract, evidence, origin_from_contract(contract, evidence.convention, tokenisation))
             if prove:
                 session.check_canaries()
         except BaseException:
@@ -185,20 +184,3 @@ def _proven_fit(items: list[WorkItem], contract: Contract) -> list[WorkItem]:
                 fix="build the engine again",
             ) from refusal
     return items
-
-
-def _origin(contract: Contract, convention: Convention, tokenisation: Tokenisation) -> Origin:
-    return Origin(
-        model_name=contract.model_name,
-        checkpoint_fingerprint=contract.fingerprints.checkpoint,
-        num_layers=contract.architecture.num_layers,
-        hidden_size=contract.architecture.hidden_size,
-        tokenizer_fingerprint=contract.fingerprints.tokenizer,
-        special_tokens=tokenisation.special_tokens,
-        template_hash=tokenisation.template_hash,
-        prefix=tokenisation.prefix,
-        engine_fingerprint=contract.engine_fingerprint(),
-        backend=contract.backend,
-        convention=convention,
-        code_version=tensorrt_llm_ext.__version__,
-    )

@@ -136,7 +136,7 @@ def test_a_full_disk_is_refused_before_anything_is_streamed(checkpoint_folder, w
     folder = checkpoint_folder()
     usage = namedtuple("usage", "total used free")(10, 9, 1000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(DiskFull, match="do not fit on the disk") as error:
+    with pytest.raises(DiskFull, match="no space for the weights") as error:
         write(folder)
     assert "GB free" in error.value.expected and error.value.found == "0.00 GB free"
     assert not (tmp_path / "engine" / "weights.bin").exists()
