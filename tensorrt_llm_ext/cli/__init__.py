@@ -5,7 +5,7 @@ what runs is imported inside the function, so that ``--help`` and ``--version`` 
 
 Exit codes of every verb: 0 done; 1 the answer is no (numbers that are not right, something unknown) or the work failed on
 the way; 2 wrong usage or bad input. A verb may add codes of its own and says so in its help. An error is printed with
-expected, found and what to do, with ``--json`` as one JSON object on standard output.
+expected, found and what to do, with ``--json`` as one JSON object on standard output; wrong usage too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import importlib
 import json
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import click
 
 from tensorrt_llm_ext import __version__
+from tensorrt_llm_ext.cli._streams import open_standard_streams
 from tensorrt_llm_ext.errors import (
     CanaryError,
     CheckpointError,
@@ -40,6 +42,18 @@ _WRONG_NUMBERS = (CanaryError, ConventionError)  # engine errors that are an ans
 
 class _Verbs(click.Group):
     """Finds a verb by the name of its file and imports only that file."""
+
+    def main(self, *args: object, **options: object) -> object:
+        open_standard_streams()
+        return super().main(*args, **options)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: object):
+        with _usage_told(words := list(args)):
+            return super().make_context(info_name, args, parent, obj=words, **extra)
+
+    def invoke(self, context: click.Context) -> object:
+        with _usage_told(context.obj):
+            return super().invoke(context)
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
@@ -83,6 +97,25 @@ def verb(function: Callable[..., None]) -> click.Command:
 
     json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
     return click.command(function.__module__.rpartition(".")[2])(json_option(run))
+
+
+@contextmanager
+def _usage_told(words: list[str]) -> Iterator[None]:
+    """Tell of wrong usage in JSON where the command line asks for that; click tells of it otherwise."""
+    try:
+        yield
+    except click.UsageError as error:
+        if "--json" not in words:
+            raise
+        described = {
+            "error": type(error).__name__,
+            "what": error.format_message(),
+            "expected": error.ctx.get_usage().removeprefix("Usage: "),
+            "found": " ".join(words),
+            "fix": f"{error.ctx.command_path} --help",
+        }
+        click.echo(json.dumps(described))
+        sys.exit(error.exit_code)
 
 
 def exit_code(error: ExtractionError) -> int:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tensorrt_llm_ext.cli._streams import is_terminal
+
 _FILE_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
@@ -17,7 +19,7 @@ _FILE_WIDTH = 160  # columns of a table that goes to a file or a pipe
 def steps_shown() -> Iterator[Callable[[str, int, int], None]]:
     """Give a function ``(step, done, total)`` that draws one bar a step, until the block ends."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not is_terminal(sys.stderr), transient=True) as progress:
         tasks = {}
 
         def show(step: str, done: int, total: int) -> None:
@@ -36,7 +38,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         table.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False, markup=False).print(table)
+    Console(width=None if is_terminal(sys.stdout) else _FILE_WIDTH, highlight=False, markup=False).print(table)
 
 
 def _is_number(cell: str) -> bool:

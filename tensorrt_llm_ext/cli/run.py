@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorrt_llm_ext.cli import exit_code, verb
+from tensorrt_llm_ext.cli._streams import is_terminal
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -155,7 +156,7 @@ def _progress_shown() -> Iterator[Callable[[Progress], None]]:
     from rich.progress import Progress as Bars
 
     columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}")
-    with Bars(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
+    with Bars(*columns, console=Console(stderr=True), disable=not is_terminal(sys.stderr), transient=True) as bars:
         task = bars.add_task("opening the engine", total=None)
 
         def show(progress: Progress) -> None:

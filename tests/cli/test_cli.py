@@ -62,6 +62,27 @@ def test_an_error_is_one_json_object_on_standard_output_with_json():
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "what", "usage"),
+    [
+        (["run", "engine", "--max-length", "0"], "0 is not in the range", "run [OPTIONS] ENGINE"),
+        (["run", "engine", "--limti", "1"], "did you mean '--limit'", "run [OPTIONS] ENGINE"),
+        (["verify"], "missing argument 'engine'", "verify [OPTIONS] ENGINE"),
+        (["rnu"], "did you mean 'run'?", "[OPTIONS] COMMAND [ARGS]..."),
+        (["--limit", "1", "run"], "no such option", "[OPTIONS] COMMAND [ARGS]..."),
+    ],
+)
+def test_wrong_usage_is_one_json_object_with_json(words, what, usage):
+    plain = CliRunner().invoke(main, words, prog_name="trtllm-extract")
+    assert plain.exit_code == 2 and plain.stdout == "" and what in plain.stderr.lower()
+    result = CliRunner().invoke(main, [*words, "--json"], prog_name="trtllm-extract")
+    assert result.exit_code == 2 and result.stderr == ""
+    described = json.loads(result.stdout)
+    assert what in described["what"].lower() and described["expected"] == f"trtllm-extract {usage}"
+    assert described["found"] == " ".join([*words, "--json"]) and described["fix"].endswith(" --help")
+    assert described.keys() == InputError("a", expected="", found="", fix="").to_dict().keys()
+
+
 def test_help_imports_no_library_that_runs_something():
     script = (
         "import sys; from click.testing import CliRunner; from tensorrt_llm_ext.cli import main;"
