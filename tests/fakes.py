@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
+from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.recipes.contract import Limits
 
 VOCAB_SIZE = 263
@@ -17,6 +22,15 @@ TEMPLATE = (
     "<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+def falsify_contract(engine: Path, change: Callable[[dict], None]) -> None:
+    """Change an engine's contract.json, its hash too: a lie that only numbers can uncover."""
+    path = engine / "contract.json"
+    value = json.loads(path.read_text())
+    del value["contract_hash"]
+    change(value)
+    path.write_text(json.dumps({**value, "contract_hash": fingerprint(value)}))
 
 
 def byte_tokenizer(template: str | None = TEMPLATE, ends: str = "<s> $A") -> Tokenizer:

@@ -22,6 +22,7 @@ from tensorrt_llm_ext.taps import Tap
 
 FORMAT_VERSION = 1
 FILE_NAME = "contract.json"
+_HASH = "contract_hash"  # of everything else in the file: a limit or a tolerance changed by hand is seen
 
 Convention = Literal["prefix_sum", "index", "none"]
 
@@ -220,16 +221,24 @@ class Contract:
         )
 
 
+def contract_json(contract: Contract) -> str:
+    """The text of contract.json, which ``read_contract`` takes. Raises ValueError for a number that JSON lacks."""
+    value = contract.to_dict()
+    return json.dumps({**value, _HASH: fingerprint(value)}, indent=1, allow_nan=False)
+
+
 def read_contract(engine: Path) -> Contract:
     """Read the contract of an engine directory, or a contract file itself.
 
-    Raises ContractError when it is missing, damaged or of another format.
+    Raises ContractError when it is missing, damaged, of another format, or changed since it was written.
     """
     path = Path(engine)
     path = path if path.is_file() else path / FILE_NAME
     rebuild = "build the engine again: trtllm-extract build --checkpoint … --out …"
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
+        written = value.pop(_HASH, None) if isinstance(value, dict) else None
+        found = fingerprint(value)
     except FileNotFoundError as error:
         raise ContractError(
             f"'{engine}' is not an engine directory",
@@ -237,7 +246,7 @@ def read_contract(engine: Path) -> Contract:
             found="no such file",
             fix=f"name an engine directory, or {rebuild}",
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of JSON and UTF-8, and numbers that are not finite
         raise ContractError(f"'{path}' is damaged", expected="JSON", found=error, fix=rebuild) from error
     version = value.get("format_version") if isinstance(value, dict) else None
     if version != FORMAT_VERSION:
@@ -246,6 +255,13 @@ def read_contract(engine: Path) -> Contract:
             expected=f"format_version {FORMAT_VERSION}",
             found=f"format_version {version}",
             fix=f"{rebuild}, or use the release that wrote it",
+        )
+    if found != written:
+        raise ContractError(
+            f"'{path}' was changed since it was written",
+            expected=f"{_HASH} {found}, of what it holds",
+            found=written or "none",
+            fix=f"copy the engine again, or {rebuild}; a contract is not edited by hand",
         )
     try:
         return Contract.from_dict(value)

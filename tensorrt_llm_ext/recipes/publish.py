@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import glob
-import json
 import os
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensorrt_llm_ext.errors import BuildError, ContractError
-from tensorrt_llm_ext.recipes.contract import FILE_NAME, Contract, read_contract
+from tensorrt_llm_ext.recipes.contract import FILE_NAME, Contract, contract_json, read_contract
 
 _NAMES_SHOWN = 5
 
@@ -51,7 +50,7 @@ def published(out: Path) -> Iterator[Path]:
 def write_contract(folder: Path, contract: Contract) -> Path:
     """Write contract.json, whole: a reader sees the old one or the new one."""
     path = Path(folder) / FILE_NAME
-    text = json.dumps(contract.to_dict(), indent=1, allow_nan=False)
+    text = contract_json(contract)
     partial = path.with_suffix(".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)

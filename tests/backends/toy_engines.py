@@ -6,7 +6,6 @@ row depends on its own sequence's tokens up to its own, and on every one of them
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, Rope
 from tensorrt_llm_ext.fingerprint import file_fingerprint, token_hash
+from tensorrt_llm_ext.recipes import write_contract
 from tensorrt_llm_ext.recipes.contract import (
     Canary,
     CanaryState,
@@ -199,7 +199,7 @@ def write_engine(folder: Path, toy: Toy, **changed) -> Path:
     model = folder / "model.onnx"
     files = (EngineFile("model.onnx", model.stat().st_size, file_fingerprint(model)),)
     contract = replace(toy_contract(toy, files), **changed)
-    (folder / "contract.json").write_text(json.dumps(contract.to_dict()))
+    write_contract(folder, contract)
     return folder
 
 

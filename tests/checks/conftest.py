@@ -1,11 +1,12 @@
 """One tiny engine with every kind of tap, its checkpoint, and ways to spoil a copy of it."""
 
-import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 import tiny
+from fakes import falsify_contract
 
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.fingerprint import token_hash
@@ -43,13 +44,7 @@ def items():
 def edit_contract(engine_path):
     """Change the copy's contract.json: a lie that only numbers can uncover."""
 
-    def edited(change):
-        path = engine_path / "contract.json"
-        value = json.loads(path.read_text())
-        change(value)
-        path.write_text(json.dumps(value))
-
-    return edited
+    return partial(falsify_contract, engine_path)
 
 
 def _work_item(length):

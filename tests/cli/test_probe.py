@@ -5,16 +5,19 @@ import shutil
 
 import numpy as np
 import pytest
+from fakes import falsify_contract
 
 
 @pytest.fixture
 def spoiled(engine_path, tmp_path):
     """A copy of the engine whose canaries are of another engine."""
     copy = shutil.copytree(engine_path, tmp_path / "spoiled")
-    contract = json.loads((copy / "contract.json").read_text())
-    for canary in contract["canaries"]:
-        canary["token_ids"] = [(token + 7) % 200 + 10 for token in canary["token_ids"]]
-    (copy / "contract.json").write_text(json.dumps(contract))
+
+    def take_others(contract):
+        for canary in contract["canaries"]:
+            canary["token_ids"] = [(token + 7) % 200 + 10 for token in canary["token_ids"]]
+
+    falsify_contract(copy, take_others)
     return copy
 
 

@@ -5,16 +5,19 @@ import shutil
 
 import pytest
 import tiny
+from fakes import falsify_contract
 
 
 @pytest.fixture
 def lying(engine_path, tmp_path):
     """A copy of the engine whose tap layer:3 claims to be layer:4."""
     copy = shutil.copytree(engine_path, tmp_path / "lying")
-    contract = json.loads((copy / "contract.json").read_text())
-    for tap in [*contract["taps"], *(t["tap"] for t in contract["tensors"] if t["tap"])]:
-        tap["layer"] = {3: 4}.get(tap["layer"], tap["layer"])
-    (copy / "contract.json").write_text(json.dumps(contract))
+
+    def rename(contract):
+        for tap in [*contract["taps"], *(t["tap"] for t in contract["tensors"] if t["tap"])]:
+            tap["layer"] = {3: 4}.get(tap["layer"], tap["layer"])
+
+    falsify_contract(copy, rename)
     return copy
 
 

@@ -4,7 +4,6 @@ Both libraries are loaded for real: TensorRT-RTX, and the runtime half of Tensor
 own checks come first and keep a plan from them; to hear the libraries themselves, contracts here promise this card.
 """
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,6 +30,7 @@ from toy_plans import trt_contract
 from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.errors import EngineError, IncompatibleEngine
 from tensorrt_llm_ext.fingerprint import file_fingerprint
+from tensorrt_llm_ext.recipes import write_contract
 from tensorrt_llm_ext.recipes.contract import EngineFile
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def write_engine(folder, library, plan, **changes):
     version = import_module(LIBRARIES[library]).__version__
     options = {"compute_capabilities": (CARD.compute_capability,), "accepted_runtime": f"{library}=={version}", **changes}
     contract = trt_contract(TOY, tensors(TOY), (file,), **options)
-    (folder / "contract.json").write_text(json.dumps(contract.to_dict()))
+    write_contract(folder, contract)
     return contract
 
 

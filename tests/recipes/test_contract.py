@@ -1,10 +1,10 @@
 """A contract says all that an engine promises, survives the disk, and is refused when it is damaged."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from fakes import falsify_contract
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, Rope
 from tensorrt_llm_ext.errors import ContractError
@@ -87,14 +87,26 @@ def test_the_output_of_a_tap_is_found():
         (lambda text: text[:100], "is damaged"),
         (lambda text: text.replace('"format_version": 1', '"format_version": 99'), "another format version"),
         (lambda text: "[]", "another format version"),
-        (lambda text: text.replace('"limits"', '"limit"'), "does not have the fields"),
-        (lambda text: json.dumps({**json.loads(text), "taps": [{"layer": 1}]}), "does not have the fields"),
+        (lambda text: text.replace('"max_seq_len": ', '"max_seq_len": 1'), "was changed since it was written"),
+        (lambda text: text.replace('"tolerance": ', '"tolerance": 1'), "was changed since it was written"),
+        (lambda text: text.replace('"tolerance": ', '"tolerance": NaN, "was": '), "is damaged"),
+        (lambda text: text.replace('"contract_hash"', '"hash"'), "was changed since it was written"),
     ],
 )
 def test_a_damaged_contract_is_refused(damage, message, tmp_path):
     path = write_contract(tmp_path, CONTRACT)
     path.write_text(damage(path.read_text()))
     with pytest.raises(ContractError, match=message):
+        read_contract(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda value: value.pop("limits"), lambda value: value.update(taps=[{"layer": 1}]), lambda value: value.update(a=1)]
+)
+def test_a_contract_of_other_fields_is_refused(change, tmp_path):
+    write_contract(tmp_path, CONTRACT)
+    falsify_contract(tmp_path, change)
+    with pytest.raises(ContractError, match="does not have the fields"):
         read_contract(tmp_path)
 
 

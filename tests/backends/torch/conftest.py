@@ -1,13 +1,12 @@
 """Torch engines of tiny models of every family, built once; on the CPU, where the plain operations run them."""
 
 import dataclasses
-import json
 
 import pytest
 import tiny
 
 from tensorrt_llm_ext.builder import build_engine
-from tensorrt_llm_ext.recipes import Card, read_contract
+from tensorrt_llm_ext.recipes import Card, read_contract, write_contract
 
 CPU = Card(
     name="cpu-torch",
@@ -46,7 +45,7 @@ def engines(checkpoints, tmp_path_factory):
             built_as = "bfloat16" if precision == "fp8" else precision
             build_engine(checkpoints[family], root / name, card=card, precision=built_as, taps=taps, **options)
             contract = dataclasses.replace(read_contract(root / name), activation_dtype=precision)
-            (root / name / "contract.json").write_text(json.dumps(contract.to_dict()))
+            write_contract(root / name, contract)
         return root / name
 
     return engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from stand_in_trt import PlanFacts, plan_bytes
 from toy_engines import ALL, HIDDEN_SIZE, LAST, LIMITS, NUM_LAYERS, VOCAB_SIZE, Toy, tensors, toy_contract, toy_model
 
 from tensorrt_llm_ext.fingerprint import file_fingerprint
+from tensorrt_llm_ext.recipes import write_contract
 from tensorrt_llm_ext.recipes.contract import Contract, EngineFile, Profile, TensorSpec
 
 INDEX = dict(last=lambda graph: "last_token_ids")  # an engine that reads the row that it is told, not the one before
@@ -68,7 +68,7 @@ def write_plan(
     folder.mkdir(parents=True)
     (folder / name).write_bytes(plan_bytes(facts, graph, magic))
     file = EngineFile(name, (folder / name).stat().st_size, file_fingerprint(folder / name))
-    (folder / "contract.json").write_text(json.dumps(replace(contract, files=(file,)).to_dict()))
+    write_contract(folder, replace(contract, files=(file,)))
     return folder
 
 
