@@ -104,10 +104,11 @@ def _run(
     from tensorrt_llm_ext.inputs import Fields, open_input, token_policy
     from tensorrt_llm_ext.job import Job, run_job, window_limits
     from tensorrt_llm_ext.recipes import read_contract
-    from tensorrt_llm_ext.runtime import Session
+    from tensorrt_llm_ext.runtime import Session, check_files
     from tensorrt_llm_ext.store import VectorStore, columns_of
 
     contract = read_contract(engine)
+    check_files(engine, contract)
     columns_of(contract)  # taps, output folder and input are checked before the weights are loaded
     if not resume:
         VectorStore.check_new(out)
@@ -192,7 +193,7 @@ def _print_report(report: Report) -> None:
         "truncated": f"{report.num_truncated:,}",
         "tokens": f"{report.num_tokens:,} in {_duration(report.seconds)}, {report.tokens_per_s:,.0f} tokens/s",
         "dataset": f"{report.dataset} ({_size(report.dataset_bytes)})",
-        "refused rows": str(report.refused_path),
+        "refused rows": "not written" if report.refused_path is None else str(report.refused_path),
         "failed rows": str(report.failed_path),
     }
     for name, fact in facts.items():

@@ -35,8 +35,8 @@ class Report:
     """
 
     dataset: Path
-    refused_path: Path
     failed_path: Path
+    refused_path: Path | None = None  # once it is written
     read: int = 0
     stored: int = 0
     already_stored: int = 0
@@ -76,7 +76,7 @@ class Report:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "dataset": str(self.dataset),
             "dataset_bytes": self.dataset_bytes,
-            "refused_file": str(self.refused_path),
+            "refused_file": None if self.refused_path is None else str(self.refused_path),
             "failed_file": str(self.failed_path),
             "interrupted": self.is_interrupted,
             "stopped_by": None if self.stopped_by is None else self.stopped_by.to_dict(),

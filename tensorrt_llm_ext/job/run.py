@@ -88,7 +88,7 @@ class _Run:
     has_ended: bool = False  # the input, with every window of it in flight or landed
 
     def run(self, stretches: Ahead[SettledStretch | Window | InputEnd]) -> Report:
-        report = self.report = Report(self.store.path, self.refused.path, self.failed.path)
+        report = self.report = Report(self.store.path, self.failed.path)
         num_rows_before = self.store.num_rows
         try:
             self._pump(stretches)
@@ -186,6 +186,7 @@ class _Run:
                 self.failed.write([(row, *reason) for row in uncommitted])
             if self.report.read >= self.store.settled_rows:
                 self.refused.publish()
+            self.report.refused_path = self.refused.path
         except StoreError as full:
             self.report.stopped_by = error or full
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.cli import main
 from tensorrt_llm_ext.cli.run import _described, _duration, _size
+from tensorrt_llm_ext.errors import DiskFull
 from tensorrt_llm_ext.job import Progress
 from tensorrt_llm_ext.store import open_vectors
 
@@ -172,6 +174,23 @@ def test_wrong_input_is_an_error_before_anything_is_computed(command, vector_eng
 def test_an_engine_of_taps_with_all_rows_is_refused(command, engine_path, mixed, tmp_path):
     result = command("run", engine_path, "--input", mixed, "--out", tmp_path / "out")
     assert result.exit_code == 2 and result.stderr.startswith("TapError: a dataset of vectors holds one row a request")
+
+
+def test_an_engine_without_its_tokenizer_is_to_be_copied_again(command, vector_engine, mixed, tmp_path):
+    copy = shutil.copytree(vector_engine, tmp_path / "copy")
+    (copy / "tokenizer.json").unlink()
+    result = command("run", copy, "--input", mixed, "--out", tmp_path / "out")
+    assert result.exit_code == 2 and "tokenizer.json' is not the one that was published" in result.stderr
+    assert "copy the engine directory again" in result.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_refused_file_that_was_not_written_is_not_named(command, vector_engine, mixed, tmp_path, monkeypatch):
+    def full(self):
+        raise DiskFull("no space", expected="room", found="none", fix="free some")
+
+    monkeypatch.setattr("tensorrt_llm_ext.job.ledgers.RefusedLedger.publish", full)
+    result = command("run", vector_engine, "--input", mixed, "--out", tmp_path / "out")
+    assert result.exit_code == 1 and "refused rows    not written" in result.stdout and "DiskFull" in result.stderr
 
 
 def test_rows_that_fail_are_an_exit_code_of_their_own(command, checkpoint_path, tmp_path):

@@ -21,6 +21,7 @@ from tensorrt_llm_ext.fingerprint import token_hash
 from tensorrt_llm_ext.inputs import Fields
 from tensorrt_llm_ext.inputs.lines import LineInput
 from tensorrt_llm_ext.job import INTERRUPTED, WindowLimits, job as job_module, run_job
+from tensorrt_llm_ext.job.ledgers import RefusedLedger
 from tensorrt_llm_ext.runtime import Session
 from tensorrt_llm_ext.store import open_vectors, vectors
 from tensorrt_llm_ext.taps import Tap
@@ -219,7 +220,7 @@ def stopped_report(engine, prompts, out, error, wrap=lambda session: session, **
     if code:
         assert report.failed[code] > 0
         assert {line["row"] for line in ledger_of(out / "failed.jsonl") if line["code"] == code}.isdisjoint(stored)
-    assert len(ledger_of(out / "refused.jsonl")) == report.refused.total()
+    assert len(ledger_of(report.refused_path)) == report.refused.total()
     return report
 
 
@@ -252,6 +253,21 @@ def test_a_full_disk_stops_the_run_with_the_last_commit_whole(engine, prompts, t
         report = stopped_report(engine, prompts, tmp_path / "out", DiskFull)
     assert len(set(table_of(tmp_path / "out")["window_end"].to_pylist())) == number and "--resume" in report.stopped_by.fix
     resumed_equals_undisturbed(engine, prompts, tmp_path)
+
+
+def test_a_disk_that_takes_no_ledger_is_told_and_the_next_run_writes_it(engine, prompts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+
+        def full(self):
+            raise DiskFull("no space", expected="room", found="none", fix="free some")
+
+        patched.setattr(RefusedLedger, "publish", full)
+        report = run(engine, prompts, tmp_path / "out")
+    assert type(report.stopped_by) is DiskFull and report.shortfall == 0
+    assert report.refused_path is None and report.to_dict()["refused_file"] is None
+    assert not (tmp_path / "out" / "refused.jsonl").exists()
+    resumed_equals_undisturbed(engine, prompts, tmp_path)
+    assert run(engine, prompts, tmp_path / "out", resume=True).refused_path == tmp_path / "out" / "refused.jsonl"
 
 
 @pytest.mark.parametrize("fault", ["other request", "missing answer", "answer twice", "changed bit"])
