@@ -58,7 +58,13 @@ _EXIT_INTERRUPTED = 130
     default="refuse",
     help="What to do beyond --max-length: refuse the row, or cut tokens at this side (counted, special tokens kept).",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Read at most N rows.  [default: all]")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Read at most N rows.  [default: all]  A --resume that later reads on forms its batches from there: the last bits may "
+    "differ from those of one run.",
+)
 @click.option("--resume", is_flag=True, help="Go on with the dataset in --out; begin one where there is none.")
 @click.option("--fail-on-refused", is_flag=True, help="Exit with 3 when rows were refused.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of a CPU backend.  [default: the library's choice]")

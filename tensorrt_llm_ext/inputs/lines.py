@@ -54,7 +54,15 @@ class LineInput:
             try:
                 for number, line in enumerate(_lines(file)):
                     yield Row(number, number + 1, self._fields_of(line), size and min(raw.tell() / size, 1.0))
-            except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
+            except (gzip.BadGzipFile, zlib.error) as error:
+                raise InputError(
+                    f"'{self._path}' is not a gzip file, or not as it was written",
+                    expected="a gzip file whose checksum is that of its lines",
+                    found=f"{type(error).__name__}: {error}",
+                    fix="copy the file again and begin a new dataset: lines that were read before this showed may be wrong "
+                    "(--resume refuses to go on behind one that was)",
+                ) from error
+            except (EOFError, OSError) as error:
                 raise InputError(
                     f"'{self._path}' breaks off while it is read",
                     expected="a whole file" if file is raw else "a whole gzip file",

@@ -83,12 +83,26 @@ def test_a_gzipped_file_reads_the_same(tmp_path, jsonl):
     ]
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[:-10], lambda whole: b"junk", lambda whole: whole[:12] + b"\0" * 50])
-def test_a_damaged_gzip_file_stops_the_run(tmp_path, damage):
+def flipped(whole: bytes, place: int) -> bytes:
+    return whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message", "advice"),
+    [
+        (lambda whole: whole[:-10], "breaks off while it is read", "--resume goes on from there"),
+        (lambda whole: b"junk", "is not a gzip file, or not as it was written", "a new dataset"),
+        (lambda whole: whole[:12] + b"\0" * 50, "is not a gzip file, or not as it was written", "a new dataset"),
+        (lambda whole: flipped(whole, 14), "is not a gzip file, or not as it was written", "a new dataset"),
+        (lambda whole: flipped(whole, -6), "is not a gzip file, or not as it was written", "a new dataset"),
+    ],
+)
+def test_a_damaged_gzip_file_stops_the_run(tmp_path, damage, message, advice):
     path = tmp_path / "prompts.txt.gz"
     path.write_bytes(damage(gzip.compress(b"a line\n" * 1000)))
-    with pytest.raises(InputError, match="breaks off while it is read"):
+    with pytest.raises(InputError, match=message) as error:
         rows_of(path)
+    assert advice in error.value.fix
 
 
 def test_standard_input_is_jsonl_unless_said_otherwise(monkeypatch):
