@@ -27,6 +27,9 @@
     │   ├── ForeignDataset          it belongs to another engine, other taps, or something else
     │   ├── LineageError            a record that does not match its work item
     │   └── DiskFull                no space; nothing uncommitted was kept
+    ├── BrokerError                 the message broker cannot be reached, or refused a call
+    │   ├── NotAdmitted             a worker that is not what the stream asks for
+    │   └── LeaseLost               another writer holds the partition now
     ├── VerificationFailed          numbers beyond the stated tolerance
     └── MissingExtra                an optional part of this package is not installed
 
@@ -175,6 +178,18 @@ class LineageError(StoreError):
 
 class DiskFull(StoreError):
     """No space is left; nothing uncommitted was kept."""
+
+
+class BrokerError(ExtractionError):
+    """The message broker cannot be reached, refused a call, or holds something that is not ours."""
+
+
+class NotAdmitted(BrokerError):
+    """A worker whose engine is not what the stream asks for; it has not joined."""
+
+
+class LeaseLost(BrokerError):
+    """Another writer holds the partition now; nothing was committed after it took over."""
 
 
 class VerificationFailed(ExtractionError):

@@ -1,0 +1,179 @@
+"""A broker in this process, for tests and small jobs: the same rules as JetStream's, and every message really encoded."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tensorrt_llm_ext.errors import BrokerError
+from tensorrt_llm_ext.worker.broker import (
+    Bucket,
+    Counts,
+    Delivery,
+    Entry,
+    Message,
+    NotPublished,
+    Published,
+    Settling,
+    check_stream_name,
+)
+from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
+
+
+@dataclass
+class _Kept:
+    """A message as it lies: bytes, and what became of its deliveries."""
+
+    subject: str
+    wire: bytes  # headers as JSON, a line feed, the body
+    num_delivered: int = 0
+    due: float = 0.0  # when it may be handed out, again
+    is_settled: bool = False
+
+    def delivery(self, sequence: int) -> Delivery:
+        headers, _, body = self.wire.partition(b"\n")
+        reply = f"{self.subject} {sequence} {self.num_delivered}"
+        return Delivery(self.subject, body, json.loads(headers), sequence, self.num_delivered, reply)
+
+
+@dataclass
+class _Stream:
+    kept: dict[int, _Kept] = field(default_factory=dict)
+    last_sequence: int = 0
+    message_ids: dict[str, int] = field(default_factory=dict)
+
+
+class InProcessBroker:
+    """One stream of work in memory. Whoever shares the object shares the stream."""
+
+    def __init__(self, stream: str = "work") -> None:
+        self.stream = check_stream_name(stream)
+        self._lock = threading.RLock()
+        self._settings: StreamSettings | None = None
+        self._streams = {"work": _Stream(), "results": _Stream()}
+        self._revision = 0
+        self._entries: dict[tuple[Bucket, str], tuple[Entry, float]] = {}
+
+    def create(self, settings: StreamSettings) -> None:
+        with self._lock:
+            self._settings = self._settings or settings
+
+    def publish(self, messages: Sequence[Message]) -> list[Published | NotPublished]:
+        with self._lock:
+            return [self._publish(message) for message in messages]
+
+    def _publish(self, message: Message) -> Published | NotPublished:
+        part = message.subject.partition(".")[0]
+        stream, settings = self._streams[part], self._made()
+        wire = json.dumps(dict(message.headers)).encode() + b"\n" + message.body
+        if len(message.body) > settings.max_message_bytes:
+            limit = settings.max_message_bytes
+            return NotPublished("too_large", f"{len(message.body):,} bytes; the stream takes {limit:,}")
+        if message.message_id is not None and message.message_id in stream.message_ids:
+            return Published(stream.message_ids[message.message_id], is_duplicate=True)
+        if message.is_first:
+            taken = next((number for number, kept in stream.kept.items() if kept.subject == message.subject), None)
+            if taken is not None:
+                return NotPublished("taken", f"sequence {taken}", taken)
+        if part == "results" and self._results_bytes() + len(wire) > settings.max_results_bytes:
+            return NotPublished("full", f"more than {settings.max_results_bytes:,} bytes wait for the store")
+        stream.last_sequence += 1
+        stream.kept[stream.last_sequence] = _Kept(message.subject, wire)
+        if message.message_id is not None:
+            stream.message_ids[message.message_id] = stream.last_sequence
+        return Published(stream.last_sequence)
+
+    def pull_work(self, wants: Mapping[Lane, int]) -> dict[Lane, list[Delivery]]:
+        return {lane: self._pull("work", f"work.{lane.name}.", number) for lane, number in wants.items()}
+
+    def pull_results(self, partition: int, num_messages: int) -> list[Delivery]:
+        return self._pull("results", f"results.{partition}.", num_messages)
+
+    def _pull(self, part: str, prefix: str, num_messages: int) -> list[Delivery]:
+        with self._lock:
+            deliveries, now = [], time.monotonic()
+            for sequence, kept in self._streams[part].kept.items():
+                if len(deliveries) == num_messages:
+                    break
+                if kept.subject.startswith(prefix) and not kept.is_settled and kept.due <= now:
+                    kept.num_delivered, kept.due = kept.num_delivered + 1, now + self._made().ack_wait_s
+                    deliveries.append(kept.delivery(sequence))
+            return deliveries
+
+    def settle(self, deliveries: Sequence[Delivery], how: Settling) -> None:
+        with self._lock:
+            for delivery in deliveries:
+                part = delivery.subject.partition(".")[0]
+                kept = self._streams[part].kept.get(delivery.sequence)
+                if kept is None:
+                    continue
+                if how in ("ack", "terminate"):
+                    kept.is_settled = True
+                    if part == "results":
+                        del self._streams[part].kept[delivery.sequence]
+                elif kept.num_delivered == delivery.num_delivered:  # else it is somebody else's by now
+                    kept.due = 0.0 if how == "give_back" else time.monotonic() + self._made().ack_wait_s
+
+    def work(self, sequences: Sequence[int]) -> list[bytes | None]:
+        with self._lock:
+            kept = self._streams["work"].kept
+            return [kept[number].wire.partition(b"\n")[2] if number in kept else None for number in sequences]
+
+    def get(self, bucket: Bucket, key: str) -> Entry | None:
+        with self._lock:
+            self._made()
+            entry, until = self._entries.get((bucket, key), (None, 0.0))
+            return entry if until > time.monotonic() else None
+
+    def put(self, bucket: Bucket, key: str, value: bytes, *, revision: int | None = None) -> int | None:
+        with self._lock:
+            entry = self.get(bucket, key)
+            if revision is not None and revision != (entry.revision if entry else 0):
+                return None
+            self._revision += 1
+            until = time.monotonic() + self._made().lease_s if bucket == "leases" else float("inf")
+            self._entries[bucket, key] = Entry(bytes(value), self._revision), until
+            return self._revision
+
+    def delete(self, bucket: Bucket, key: str, *, revision: int) -> None:
+        with self._lock:
+            entry = self.get(bucket, key)
+            if entry is not None and entry.revision == revision:
+                del self._entries[bucket, key]
+
+    def keys(self, bucket: Bucket) -> list[str]:
+        with self._lock:
+            return sorted(key for place, key in self._entries if place == bucket and self.get(bucket, key))
+
+    def counts(self) -> Counts:
+        with self._lock:
+            now, waiting, in_work = time.monotonic(), {}, {}
+            for lane in LANES:
+                prefix = f"work.{lane.name}."
+                kept = [k for k in self._streams["work"].kept.values() if k.subject.startswith(prefix) and not k.is_settled]
+                waiting[lane.name] = sum(k.due <= now for k in kept)
+                in_work[lane.name] = len(kept) - waiting[lane.name]
+            num_results = len(self._streams["results"].kept)
+            return Counts(len(self._streams["work"].kept), waiting, in_work, num_results, self._results_bytes())
+
+    def is_connected(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing to let go of: the stream lives as long as the object."""
+
+    def _results_bytes(self) -> int:
+        return sum(len(kept.wire) for kept in self._streams["results"].kept.values())
+
+    def _made(self) -> StreamSettings:
+        if self._settings is None:
+            raise BrokerError(
+                f"the broker has no stream '{self.stream}'",
+                expected="a stream that was made",
+                found="none",
+                fix="submit the first work items",
+            )
+        return self._settings

@@ -1,0 +1,168 @@
+"""Both brokers keep the same rules; the worker, the store and the submitter stand on nothing else."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+from toy_streams import QUICK, result_message, work_message
+
+from tensorrt_llm_ext.errors import BrokerError, InputError
+from tensorrt_llm_ext.worker import InProcessBroker, NotPublished, Published
+from tensorrt_llm_ext.worker.wanted import LANES
+
+
+@pytest.fixture
+def made(broker):
+    broker.create(QUICK)
+    return broker
+
+
+def lane_named(name):
+    return next(lane for lane in LANES if lane.name == name)
+
+
+NORMAL = lane_named("normal.short")
+
+
+def pulled(broker, number=10, lane=NORMAL):
+    return broker.pull_work({lane: number})[lane]
+
+
+def test_a_message_comes_back_as_it_was_with_its_sequence(made, wanted):
+    body, headers = bytes(range(256)), {"Extract-Format": "grüße", "A": "b c"}
+    assert made.publish([work_message(wanted, "a", body, headers=headers)]) == [Published(1)]
+    (delivery,) = pulled(made)
+    assert delivery.body == body and dict(delivery.headers) == headers
+    assert (delivery.sequence, delivery.num_delivered) == (1, 1)
+    assert delivery.subject.startswith("work.normal.short.")
+
+
+def test_a_lane_gives_its_own_messages_in_order_and_at_most_as_many_as_asked(made, wanted):
+    made.publish([work_message(wanted, f"n{i}", str(i).encode()) for i in range(5)])
+    made.publish([work_message(wanted, f"h{i}", str(i).encode(), "high") for i in range(2)])
+    high = lane_named("high.short")
+    taken = made.pull_work({NORMAL: 3, high: 10, lane_named("low.long"): 10})
+    assert [d.body for d in taken[NORMAL]] == [b"0", b"1", b"2"] and [d.body for d in taken[high]] == [b"0", b"1"]
+    assert [d.body for d in pulled(made)] == [b"3", b"4"]
+    assert pulled(made) == []
+
+
+def test_work_that_is_done_never_comes_again_and_can_still_be_read(made, wanted):
+    made.publish([work_message(wanted, f"r{i}", f"body {i}".encode()) for i in range(3)])
+    deliveries = pulled(made)
+    made.settle(deliveries[:1], "ack")
+    made.settle(deliveries[1:2], "terminate")
+    made.settle(deliveries[2:], "give_back")
+    deadline = time.monotonic() + 5
+    while not (again := pulled(made)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [(d.sequence, d.num_delivered) for d in again] == [(3, 2)]
+    assert made.work([2, 1, 9]) == [b"body 1", b"body 0", None]
+
+
+def test_work_comes_again_after_its_deadline_unless_it_was_extended(made, wanted):
+    made.publish([work_message(wanted, "a"), work_message(wanted, "b")])
+    held, forgotten = pulled(made)
+    end, again = time.monotonic() + QUICK.ack_wait_s * 1.6, []
+    while time.monotonic() < end:
+        made.settle([held], "extend")
+        again += pulled(made)
+        time.sleep(0.2)
+    assert [d.sequence for d in again] == [forgotten.sequence]
+
+
+def test_a_request_id_is_taken_once(made, wanted):
+    made.publish([work_message(wanted, "a", b"first", is_first=True), work_message(wanted, "b", is_first=True)])
+    made.settle(pulled(made), "ack")
+    (refused,) = made.publish([work_message(wanted, "a", b"second", is_first=True)])
+    assert isinstance(refused, NotPublished) and (refused.code, refused.sequence) == ("taken", 1)
+    assert made.counts().num_work == 2
+
+
+def test_a_message_id_is_kept_once_even_after_its_message_is_gone(made):
+    message = result_message(message_id="id:a@1")
+    assert made.publish([message]) == [Published(1)]
+    made.settle(made.pull_results(0, 5), "ack")
+    assert made.publish([message]) == [Published(1, is_duplicate=True)]
+    assert made.pull_results(0, 5) == [] and made.counts().num_results == 0
+
+
+def test_results_are_bounded_in_bytes_and_freed_by_the_store(broker):
+    broker.create(dataclasses.replace(QUICK, max_results_bytes=4000))
+    outcomes = [broker.publish([result_message(body=b"x" * 900)])[0] for _ in range(8)]
+    assert isinstance(outcomes[0], Published) and outcomes[-1].code == "full"
+    broker.settle(broker.pull_results(0, 1), "ack")
+    deadline = time.monotonic() + 5
+    while isinstance(broker.publish([result_message(body=b"x" * 900)])[0], NotPublished):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_message_beyond_the_size_limit_is_not_taken(made):
+    (outcome,) = made.publish([result_message(body=b"x" * (QUICK.max_message_bytes + 5000))])
+    assert outcome.code == "too_large" and f"{QUICK.max_message_bytes + 5000:,}" in outcome.found
+
+
+def test_a_lease_is_taken_once_renewed_by_its_revision_and_ends_by_itself(made):
+    first = made.put("leases", "part-0", b"mine", revision=0)
+    assert made.put("leases", "part-0", b"other", revision=0) is None
+    renewed = made.put("leases", "part-0", b"mine", revision=first)
+    assert renewed > first and made.put("leases", "part-0", b"other", revision=first) is None
+    assert made.get("leases", "part-0").value == b"mine" and made.keys("leases") == ["part-0"]
+    time.sleep(QUICK.lease_s * 1.8)
+    assert made.get("leases", "part-0") is None and made.keys("leases") == []
+    assert made.put("leases", "part-0", b"mine", revision=renewed) is None
+    assert made.put("leases", "part-0", b"other", revision=0) > renewed
+
+
+def test_a_lease_is_removed_only_by_its_newest_revision(made):
+    revision = made.put("leases", "part-0", b"mine", revision=0)
+    made.delete("leases", "part-0", revision=revision + 7)
+    assert made.get("leases", "part-0") is not None
+    made.delete("leases", "part-0", revision=revision)
+    assert made.get("leases", "part-0") is None
+    assert made.put("leases", "part-0", b"other", revision=0) > revision
+
+
+def test_facts_stay_and_are_overwritten(made):
+    assert made.get("facts", "wanted") is None and made.keys("facts") == []
+    made.put("facts", "wanted", b"one")
+    made.put("facts", "wanted", b"two")
+    assert made.get("facts", "wanted").value == b"two" and made.keys("facts") == ["wanted"]
+
+
+def test_counts_say_what_waits_and_what_is_in_work(made, wanted):
+    made.publish([work_message(wanted, f"r{i}") for i in range(5)])
+    made.settle(pulled(made, 1), "ack")
+    pulled(made, 1)
+    made.publish([result_message(body=b"12345")])
+    counts = made.counts()
+    assert (counts.num_work, counts.waiting["normal.short"], counts.in_work["normal.short"]) == (5, 3, 1)
+    assert counts.num_results == 1 and counts.results_bytes > 5 and made.is_connected()
+
+
+def test_a_stream_that_nobody_made_is_an_error(broker):
+    with pytest.raises(BrokerError, match=f"the broker has no stream '{broker.stream}'"):
+        broker.put("facts", "a", b"b")
+
+
+def test_a_stream_is_made_once_and_then_stays_as_it_is(made, wanted):
+    made.publish([work_message(wanted, "a")])
+    made.create(QUICK)
+    assert made.counts().num_work == 1
+
+
+def test_the_in_process_broker_really_encodes(wanted):
+    broker = InProcessBroker()
+    broker.create(QUICK)
+    with pytest.raises(TypeError):
+        broker.publish([work_message(wanted, "a", json.loads('{"not": "bytes"}'))])
+    with pytest.raises(TypeError):
+        broker.publish([work_message(wanted, "a", headers={"number": b"bytes are no header"})])
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "*", "x" * 65, "grün"])
+def test_a_name_that_no_stream_can_have_is_refused(name):
+    with pytest.raises(InputError, match="cannot be the name of a stream"):
+        InProcessBroker(name)

@@ -1,0 +1,40 @@
+"""Streams of work over toy engines."""
+
+from __future__ import annotations
+
+import numpy as np
+from toy_engines import NAN_TOKEN, work_item
+
+from fakes import byte_tokenizer
+from tensorrt_llm_ext.inputs import Fields, token_policy
+from tensorrt_llm_ext.recipes import read_contract
+from tensorrt_llm_ext.recipes.contract import Limits
+from tensorrt_llm_ext.worker import Message, StreamSettings, Wanted
+from tensorrt_llm_ext.worker.broker import results_subject, work_subject
+from tensorrt_llm_ext.worker.messages import message_from_work
+
+LIMITS = Limits(max_num_tokens=64, max_batch_size=16, max_seq_len=32, max_padded_tokens=128)
+QUICK = StreamSettings(num_partitions=2, ack_wait_s=2.0, lease_s=1.5, max_message_bytes=1 << 16, max_attempts=4)
+
+
+def wanted_of(engine, settings: StreamSettings = QUICK) -> Wanted:
+    contract = read_contract(engine)
+    return Wanted(contract, token_policy(Fields(ids="ids"), byte_tokenizer(), contract.limits), settings)
+
+
+def items(num_items: int, seed: int = 0, max_length: int = 20):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, max_length + 1, size=num_items)
+    return [work_item(f"r{i}", rng.integers(0, NAN_TOKEN, size=length)) for i, length in enumerate(lengths)]
+
+
+def work_messages(wanted: Wanted, work, priority: str = "normal") -> list[Message]:
+    return [message_from_work(item, wanted, priority) for item in work]
+
+
+def work_message(wanted: Wanted, request_id: str, body: bytes = b"{}", priority: str = "normal", **changed) -> Message:
+    return Message(work_subject(wanted.lane_of(1, priority), request_id), body, **changed)
+
+
+def result_message(partition: int = 0, body: bytes = b"x", **changed) -> Message:
+    return Message(results_subject(partition, "record"), body, **changed)
