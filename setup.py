@@ -17,6 +17,7 @@ setup(
             cxx_std=17,
             extra_compile_args=["-O3"],
             libraries=["dl", "pthread"],
+            extra_link_args=["-Wl,--exclude-libs,ALL"],  # a static libstdc++ stays private: torch brings another copy
         )
     ]
 )

@@ -10,7 +10,6 @@ void Driver::for_each_entry(Self& self, Visit visit) {
     visit(self.cuDriverGetVersion, true);
     visit(self.cuDeviceGet, true);
     visit(self.cuDevicePrimaryCtxRetain, true);
-    visit(self.cuDevicePrimaryCtxRelease, true);
     visit(self.cuCtxPushCurrent, true);
     visit(self.cuCtxPopCurrent, true);
     visit(self.cuStreamCreate, true);
@@ -32,7 +31,6 @@ void Driver::for_each_entry(Self& self, Visit visit) {
 }
 
 Driver::Driver(const std::string& path, int device) {
-    // Never closed: a driver has threads of its own, and torch or TensorRT may hold the same library.
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) {
         throw Error(Kind::backend, "the CUDA driver cannot be opened", "a library that loads at '" + path + "'", dlerror(),
@@ -47,11 +45,9 @@ Driver::Driver(const std::string& path, int device) {
     });
     DRIVER_TRY(*this, cuInit, 0u);
     DRIVER_TRY(*this, cuDriverGetVersion, &version_);
-    DRIVER_TRY(*this, cuDeviceGet, &device_, device);
-    DRIVER_TRY(*this, cuDevicePrimaryCtxRetain, &context_, device_);
+    DRIVER_TRY(*this, cuDeviceGet, &device, device);
+    DRIVER_TRY(*this, cuDevicePrimaryCtxRetain, &context_, device);
 }
-
-Driver::~Driver() { DRIVER_TRY_NOEXCEPT(*this, cuDevicePrimaryCtxRelease, device_); }
 
 std::map<std::string, uint64_t> Driver::calls() const {
     std::map<std::string, uint64_t> calls;

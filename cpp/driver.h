@@ -3,9 +3,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <type_traits>
 
@@ -71,9 +71,9 @@ struct EntryPoint {
 
 class Driver {
 public:
-    // Opens the library, initialises it and retains the primary context of `device`, which torch and TensorRT share.
+    // Opens the library, initialises it and retains the primary context of `device`, which torch and TensorRT share. Both are
+    // kept to the process's end: torch's profiler listens for a context's end, and may itself be gone when it comes at exit.
     explicit Driver(const std::string& path = "libcuda.so.1", int device = 0);
-    ~Driver();
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
 
@@ -86,12 +86,10 @@ public:
     void require(const char* file, int line, const EntryPoint<Arguments...>& entry, Given... given) const {
         Result result = entry(given...);
         if (result == kSuccess) return;
-        std::ostringstream call;
-        call << entry.name << '(';
+        std::string call = std::string(entry.name) + '(';
         const char* comma = "";
-        ((call << comma << shown(given), comma = ", "), ...);
-        call << ')';
-        fail(file, line, call.str(), result);
+        ((call += comma + shown(given), comma = ", "), ...);
+        fail(file, line, call + ')', result);
     }
 
     template <class... Arguments, class... Given>
@@ -105,7 +103,6 @@ public:
     EntryPoint<int*> cuDriverGetVersion{"cuDriverGetVersion"};
     EntryPoint<int*, int> cuDeviceGet{"cuDeviceGet"};
     EntryPoint<ContextHandle*, int> cuDevicePrimaryCtxRetain{"cuDevicePrimaryCtxRetain"};
-    EntryPoint<int> cuDevicePrimaryCtxRelease{"cuDevicePrimaryCtxRelease_v2", Waits::maybe};
     EntryPoint<ContextHandle> cuCtxPushCurrent{"cuCtxPushCurrent_v2"};
     EntryPoint<ContextHandle*> cuCtxPopCurrent{"cuCtxPopCurrent_v2"};
     EntryPoint<StreamHandle*, unsigned> cuStreamCreate{"cuStreamCreate"};
@@ -135,13 +132,15 @@ private:
 
     template <class Value>
     static std::string shown(Value value) {
-        std::ostringstream text;
-        if constexpr (std::is_pointer_v<Value> && std::is_function_v<std::remove_pointer_t<Value>>) text << "function";
-        else text << value;
-        return text.str();
+        if constexpr (!std::is_pointer_v<Value>) return std::to_string(value);
+        else if constexpr (std::is_function_v<std::remove_pointer_t<Value>>) return "function";
+        else {
+            char text[32];  // not a std::ostringstream: where libstdc++ is linked statically, torch's copy owns its locale
+            std::snprintf(text, sizeof text, "%p", static_cast<const void*>(value));
+            return text;
+        }
     }
 
-    int device_ = 0;
     int version_ = 0;
     ContextHandle context_ = nullptr;
 };

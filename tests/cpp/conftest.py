@@ -30,7 +30,7 @@ def stand_in(stand_in_library):
     yield driver
     gc.collect()
     assert driver.violations() == ""
-    assert driver.live() == {"streams": 0, "contexts": 0, "registered": 0, "allocations": 0}
+    assert driver.live() == {"streams": 0, "registered": 0, "allocations": 0}
     driver.reset()
 
 

@@ -67,7 +67,7 @@ class StandIn:
         return self._library.stand_in_failed_call().decode()
 
     def live(self) -> dict[str, int]:
-        kinds = ("streams", "contexts", "registered", "allocations")
+        kinds = ("streams", "registered", "allocations")
         return {kind: self._library.stand_in_live(kind.encode()) for kind in kinds}
 
     def violations(self) -> str:

@@ -56,7 +56,6 @@ std::map<Address, Block> device_blocks;
 std::map<char*, size_t> registered;
 std::map<void*, std::shared_ptr<Stream>> streams;
 std::vector<std::string> violations;
-int contexts_retained = 0;
 long num_calls = 0;
 Plan any_call;
 const char* failed_call = "";  // the last that a plan failed
@@ -193,18 +192,8 @@ Result cuDeviceGet(int* device, int ordinal) {
 
 Result cuDevicePrimaryCtxRetain(void** context, int) {
     ENTER(false);
-    std::lock_guard lock(mutex);
-    ++contexts_retained;
     *context = &context_object;
     return kSuccess;
-}
-
-Result cuDevicePrimaryCtxRelease_v2(int) {
-    const Result refused = enter(__func__, false);
-    if (refused != kSuccess && refused != sticky) return refused;
-    std::lock_guard lock(mutex);
-    --contexts_retained;
-    return refused;
 }
 
 Result cuCtxPushCurrent_v2(void* context) {
@@ -410,7 +399,6 @@ long stand_in_live(const char* kind) {
     std::lock_guard lock(mutex);
     const std::string what = kind;
     if (what == "streams") return static_cast<long>(streams.size());
-    if (what == "contexts") return contexts_retained;
     if (what == "registered") return static_cast<long>(registered.size());
     return static_cast<long>(device_blocks.size() - registered.size());  // allocations
 }
@@ -461,7 +449,6 @@ void stand_in_forget() {
     streams.clear();
     registered.clear();
     device_blocks.clear();
-    contexts_retained = 0;
 }
 
 }  // extern "C"
