@@ -4,7 +4,9 @@ from tensorrt_llm_ext.worker.broker import Broker, Counts, Delivery, Message, No
 from tensorrt_llm_ext.worker.connection import Access
 from tensorrt_llm_ext.worker.in_process import InProcessBroker
 from tensorrt_llm_ext.worker.jetstream import JetStreamBroker
+from tensorrt_llm_ext.worker.metrics import Metrics, MetricsServer
 from tensorrt_llm_ext.worker.wanted import Difference, StreamSettings, Wanted, differences
+from tensorrt_llm_ext.worker.worker import Worker, WorkerSettings, WorkReport
 
 __all__ = [
     "Access",
@@ -15,9 +17,14 @@ __all__ = [
     "InProcessBroker",
     "JetStreamBroker",
     "Message",
+    "Metrics",
+    "MetricsServer",
     "NotPublished",
     "Published",
     "StreamSettings",
     "Wanted",
+    "WorkReport",
+    "Worker",
+    "WorkerSettings",
     "differences",
 ]

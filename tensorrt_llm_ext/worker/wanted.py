@@ -38,7 +38,8 @@ class StreamSettings:
     lease_s: float = 15.0  # without renewal for so long, a partition goes to another writer
     max_message_bytes: int = 1 << 20  # of one message: a work item, or one record
     max_results_bytes: int = 1 << 30  # of answers that wait for the store; workers wait beyond it
-    max_attempts: int = 8  # deliveries of one work item; beyond, it is refused as poison
+    deliveries_before_alone: int = 5  # a work item that comes more often runs alone: it may be what ends the workers
+    max_alone: int = 3  # times it runs alone; then it is refused as poison
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

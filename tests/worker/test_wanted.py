@@ -67,7 +67,7 @@ def test_requests_are_spread_over_partitions_the_same_way_always(wanted):
     assert {one.partition_of(f"r{i}") for i in range(50)} == {0}
 
 
-@pytest.mark.parametrize("field", ["num_partitions", "lease_s", "max_message_bytes", "max_attempts"])
+@pytest.mark.parametrize("field", ["num_partitions", "lease_s", "max_message_bytes", "max_alone"])
 def test_settings_must_be_positive(field):
     with pytest.raises(InputError, match=f"a stream's {field} must be positive"):
         StreamSettings(**{field: 0})

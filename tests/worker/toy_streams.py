@@ -11,10 +11,10 @@ from tensorrt_llm_ext.recipes import read_contract
 from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.worker import Message, StreamSettings, Wanted
 from tensorrt_llm_ext.worker.broker import results_subject, work_subject
-from tensorrt_llm_ext.worker.messages import message_from_work
+from tensorrt_llm_ext.worker.messages import answer_from_delivery, message_from_work
 
 LIMITS = Limits(max_num_tokens=64, max_batch_size=16, max_seq_len=32, max_padded_tokens=128)
-QUICK = StreamSettings(num_partitions=2, ack_wait_s=2.0, lease_s=1.5, max_message_bytes=1 << 16, max_attempts=4)
+QUICK = StreamSettings(num_partitions=2, ack_wait_s=1.0, lease_s=1.0, max_message_bytes=1 << 16, deliveries_before_alone=2, max_alone=2)
 
 
 def wanted_of(engine, settings: StreamSettings = QUICK) -> Wanted:
@@ -38,3 +38,22 @@ def work_message(wanted: Wanted, request_id: str, body: bytes = b"{}", priority:
 
 def result_message(partition: int = 0, body: bytes = b"x", **changed) -> Message:
     return Message(results_subject(partition, "record"), body, **changed)
+
+
+def make_stream(broker, wanted: Wanted) -> None:
+    """Make the stream and say what it asks for."""
+    broker.create(wanted.settings)
+    broker.put("facts", "wanted", wanted.to_json())
+
+
+def answers_of(broker, wanted: Wanted) -> dict:
+    """Every answer on the results, by the work item's sequence; each is there once. They are acknowledged."""
+    found = {}
+    for partition in range(wanted.settings.num_partitions):
+        while deliveries := broker.pull_results(partition, 100):
+            for delivery in deliveries:
+                answer = answer_from_delivery(delivery)
+                assert answer.sequence not in found and answer.contract_version == wanted.version
+                found[answer.sequence] = answer.content
+            broker.settle(deliveries, "ack")
+    return found
