@@ -150,6 +150,12 @@ class VectorStore:
             os.close(self._lock)
             self._lock = None
 
+    def leave_to_fence(self) -> None:
+        """Let go of the folder's lock: from now on a ``Fence`` held around every commit keeps other writers out."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     def __enter__(self) -> VectorStore:
         return self
 

@@ -5,6 +5,7 @@ from tensorrt_llm_ext.worker.connection import Access
 from tensorrt_llm_ext.worker.in_process import InProcessBroker
 from tensorrt_llm_ext.worker.jetstream import JetStreamBroker
 from tensorrt_llm_ext.worker.metrics import Metrics, MetricsServer
+from tensorrt_llm_ext.worker.storing import StoreSettings, StoreWriter
 from tensorrt_llm_ext.worker.wanted import Difference, StreamSettings, Wanted, differences
 from tensorrt_llm_ext.worker.worker import Worker, WorkerSettings, WorkReport
 
@@ -21,6 +22,8 @@ __all__ = [
     "MetricsServer",
     "NotPublished",
     "Published",
+    "StoreSettings",
+    "StoreWriter",
     "StreamSettings",
     "Wanted",
     "WorkReport",

@@ -129,6 +129,8 @@ def answer_from_delivery(delivery: Delivery) -> Answer:
     """Read an answer. Raises StoreError when it is damaged or is none."""
     try:
         sequence = int(delivery.headers[SEQUENCE_HEADER])
+        if not 0 < sequence < 1 << 63:
+            raise ValueError(f"{SEQUENCE_HEADER} {sequence}")
         version, format = delivery.headers[VERSION_HEADER], delivery.headers[FORMAT_HEADER]
         if format != REFUSAL_FORMAT:
             return Answer(sequence, version, record_from_payload(delivery.body))

@@ -1,0 +1,185 @@
+"""Partition: one part of the results, its dataset, and the checks between them. Nothing here waits or leases.
+
+Every work item is settled once, by a row of the dataset or by a line of the outcomes, whatever is delivered how often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tensorrt_llm_ext.errors import ExtractionError, LineageError, Refusal
+from tensorrt_llm_ext.inputs.duplicates import SeenIds, Verdict
+from tensorrt_llm_ext.results import Origin, Record, WorkItem, origin_from_contract
+from tensorrt_llm_ext.store import Fence, Header, VectorStore, check_lineage, holds_dataset, open_vectors
+from tensorrt_llm_ext.worker.broker import Broker
+from tensorrt_llm_ext.worker.messages import Answer, Outcome, work_from_body
+from tensorrt_llm_ext.worker.outcomes import OutcomeLedger
+from tensorrt_llm_ext.worker.wanted import Wanted
+
+_IDS_AT_ONCE = 4096
+_Row = tuple[WorkItem, Record, int]  # the last is the work item's sequence
+
+
+class Settled:
+    """Which work items are settled, by sequence: a bit of memory each."""
+
+    def __init__(self) -> None:
+        self._flags = np.zeros(1 << 12, dtype=bool)
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence < len(self._flags) and bool(self._flags[sequence])
+
+    def add(self, sequence: int) -> None:
+        if sequence >= len(self._flags):
+            self._flags = np.concatenate([self._flags, np.zeros(max(len(self._flags), sequence + 1), dtype=bool)])
+        self._flags[sequence] = True
+
+
+class Partition:
+    """A partition that is open for writing under a fence. What was read of it is right until the fence is lost."""
+
+    def __init__(self, broker: Broker, wanted: Wanted, out: Path, number: int, fence: Fence) -> None:
+        self.folder = dataset_folder(out, number)
+        self.redelivered = 0
+        self.strays: list[Answer] = []  # of the newest commit: they name no work item of this stream
+        self._broker = broker
+        self._wanted = wanted
+        self._fence = fence
+        self._job = {
+            "policy": wanted.policy.to_dict(),
+            "stream": {"name": broker.stream, "version": wanted.version, "partition": number},
+        }
+        self._settled, self._seen = Settled(), SeenIds()
+        self._store: VectorStore | None = None
+        with fence.held():  # from here on, nobody older commits: what is read now stays as it is
+            self._ledger = OutcomeLedger(self.folder.with_suffix(".refused.jsonl"))
+            for sequence in self._ledger.sequences():
+                self._settled.add(sequence)
+            if holds_dataset(self.folder):
+                self._store = VectorStore.open(self.folder, self._header(open_vectors(self.folder).header.origin))
+                self._read_identities()
+                self._store.leave_to_fence()
+
+    def commit(self, answers: Sequence[Answer]) -> Counter[str]:
+        """Settle work items by their answers; those that are settled already are dropped. Returns what became of them.
+
+        Raises LeaseLost before anything is written when another writer has taken over; StoreError, DiskFull.
+        """
+        new: dict[int, Answer] = {}
+        for answer in answers:
+            if answer.sequence not in self._settled:
+                new.setdefault(answer.sequence, answer)
+        self.redelivered += len(answers) - len(new)
+        records, outcomes, self.strays = self._checked(list(new.values()))
+        with self._fence.held():
+            if records and self._store is None:
+                self._store = VectorStore.create(self.folder, self._header(records[0][1].origin))
+                self._store.leave_to_fence()
+            for item, record, sequence in records:
+                self._store.append(sequence - 1, item, record)
+            if outcomes:
+                self._ledger.write(outcomes)
+            if records:
+                self._store.commit(0)  # rows come in no order of the input: no stretch of it is settled
+        for sequence in [sequence for *_, sequence in records] + [sequence for sequence, _ in outcomes]:
+            self._settled.add(sequence)
+        return Counter(stored=len(records)) + Counter(outcome.kind for _, outcome in outcomes)
+
+    def facts(self) -> dict:
+        """What this partition holds, counted by the dataset and by the lines of the file beside it."""
+        return {
+            "stored": self._store.num_rows if self._store else 0,
+            "refused": self._ledger.counts["refused"],
+            "failed": self._ledger.counts["failed"],
+            "by_code": dict(self._ledger.codes),
+            "redelivered": self.redelivered,
+            "dataset": str(self.folder),
+        }
+
+    def close(self) -> None:
+        """Forget what was not committed. Idempotent."""
+        if self._store is not None:
+            self._store.close()
+        self._ledger.close()
+
+    def _checked(self, answers: list[Answer]) -> tuple[list[_Row], list[tuple[int, Outcome]], list[Answer]]:
+        """Divide answers: records that are the answers to their work items, reasons for none, and answers to nothing."""
+        records, outcomes, strays = [], [], []
+        bodies = self._broker.work([answer.sequence for answer in answers])
+        for answer, body in zip(answers, bodies, strict=True):
+            if body is None:
+                strays.append(answer)
+            elif not isinstance(answer.content, Record):
+                outcomes.append((answer.sequence, answer.content))
+            else:
+                try:
+                    records.append((self._proven(answer, body), answer.content, answer.sequence))
+                except (LineageError, Refusal) as error:
+                    outcomes.append((answer.sequence, _no_lineage(answer.content, error)))
+        return self._without_repeated_ids(records, outcomes), outcomes, strays
+
+    def _proven(self, answer: Answer, body: bytes) -> WorkItem:
+        """The work item that a record answers, once the record is sure to be its answer."""
+        if answer.contract_version != self._wanted.version:
+            raise LineageError(
+                f"the record of request '{answer.content.request_id}' was made for another contract",
+                expected=f"contract version {self._wanted.version}",
+                found=f"contract version {answer.contract_version}",
+                fix="only workers of this stream may publish its results",
+            )
+        item = work_from_body(body, self._wanted)
+        check_lineage(answer.content, item, self._header(self._origin or answer.content.origin))
+        return item
+
+    @property
+    def _origin(self) -> Origin | None:
+        return self._store.header.origin if self._store else None
+
+    def _header(self, origin: Origin) -> Header:
+        """What the dataset says of itself; of a record's origin only the measured convention is taken on trust."""
+        tokenisation = self._wanted.policy.tokenisation()
+        origin = origin_from_contract(self._wanted.contract, origin.convention, tokenisation)
+        return Header(self._wanted.contract, origin, self._job)
+
+    def _without_repeated_ids(
+        self, records: list[_Row], outcomes: list[tuple[int, Outcome]]
+    ) -> list[_Row]:
+        """Rows whose request id has none yet; a second work item of the same id gets a reason instead."""
+        verdicts = self._seen.claim([item.request_id for item, *_ in records], [item.token_hash for item, *_ in records])
+        kept = []
+        for entry, verdict in zip(records, verdicts, strict=True):
+            item, _, sequence = entry
+            if verdict is Verdict.NEW:
+                kept.append(entry)
+                continue
+            code = "duplicate_id" if verdict is Verdict.SAME_TOKENS else "conflicting_id"
+            reason = ("the request id was stored for an earlier work item", "each request id once", verdict.value)
+            outcomes.append((sequence, Outcome("refused", item.request_id, item.work_item_id, code, *reason)))
+        return kept
+
+    def _read_identities(self) -> None:
+        ids: list[str] = []
+        hashes: list[str] = []
+        for row, request_id, token_hash in self._store.identities():
+            self._settled.add(row + 1)
+            ids.append(request_id)
+            hashes.append(token_hash)
+            if len(ids) == _IDS_AT_ONCE:
+                self._seen.claim(ids, hashes)
+                ids, hashes = [], []
+        self._seen.claim(ids, hashes)
+
+
+def dataset_folder(out: Path, number: int) -> Path:
+    """Where a partition's dataset lies: ``OUT/part-0``, beside it ``part-0.refused.jsonl`` and ``part-0.fence``."""
+    return Path(out) / f"part-{number}"
+
+
+def _no_lineage(record: Record, error: ExtractionError) -> Outcome:
+    return Outcome(
+        "failed", record.request_id, record.work_item_id, "lineage", error.what, error.expected, error.found, error.fix
+    )

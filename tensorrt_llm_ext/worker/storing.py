@@ -1,0 +1,174 @@
+"""Storing: the loop of one partition's writer: lease, pull, commit, acknowledge; from the start when the lease is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorrt_llm_ext.errors import InputError, LeaseLost, StoreError
+from tensorrt_llm_ext.store import Fence, columns_of
+from tensorrt_llm_ext.worker.broker import Broker, Delivery
+from tensorrt_llm_ext.worker.door import wanted_by
+from tensorrt_llm_ext.worker.events import Events
+from tensorrt_llm_ext.worker.lease import Lease
+from tensorrt_llm_ext.worker.messages import Answer, answer_from_delivery
+from tensorrt_llm_ext.worker.metrics import Metrics
+from tensorrt_llm_ext.worker.partition import Partition, dataset_folder
+
+_IDLE_S = 0.05
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """How a writer commits: after so many rows or bytes, or so long after the first of them came."""
+
+    max_rows: int = 1024
+    max_bytes: int = 64 << 20
+    commit_s: float = 1.0
+    name: str | None = None
+    leave_when_idle_s: float | None = None  # end by itself when no answer came for so long
+
+
+def facts_key(partition: int) -> str:
+    """The key of what a partition's writer has done."""
+    return f"store.{partition}"
+
+
+class StoreWriter:
+    """Writes one partition of a stream into ``out``. Several may run: one holds the lease, the others stand by."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        out: Path,
+        partition: int,
+        *,
+        settings: StoreSettings = StoreSettings(),
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.name = settings.name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.partition = partition
+        self.settings = settings
+        self.metrics = metrics or Metrics()
+        self.state = "standing by"
+        self.counts: Counter[str] = Counter()  # settled by this writer
+        self._broker = broker
+        self._out = Path(out)
+        self._events = Events(writer=self.name, stream=broker.stream, partition=partition)
+        self._last_answer = time.monotonic()
+        self.wanted = wanted_by(broker)
+        columns_of(self.wanted.contract)
+        if not 0 <= partition < self.wanted.settings.num_partitions:
+            raise InputError(
+                "the stream has no such partition",
+                expected=f"0 to {self.wanted.settings.num_partitions - 1}",
+                found=partition,
+                fix="correct --partition",
+            )
+
+    def run(self, stop: threading.Event | None = None) -> Counter[str]:
+        """Store until ``stop`` is set: take the lease, commit what comes, stand by again when another took over.
+
+        Returns what it has settled: stored, refused, failed. Raises StoreError, BrokerError.
+        """
+        stop = stop or threading.Event()
+        while not stop.is_set() and not self._is_idle_too_long():
+            self.state = "standing by"
+            lease = Lease.take(self._broker, f"part-{self.partition}", self.name, stop)
+            if lease is None:
+                break
+            try:
+                self._hold(lease, stop)
+            except LeaseLost as lost:
+                self._events("lease_lost", reason=lost.what, found=lost.found)
+        self.state = "left"
+        self._events("left", **self.counts)
+        return self.counts
+
+    def facts(self) -> dict:
+        """This writer's health."""
+        is_connected = self._broker.is_connected()
+        return {"healthy": is_connected and self.state != "left", "state": self.state, "connected": is_connected, **self.counts}
+
+    def _hold(self, lease: Lease, stop: threading.Event) -> None:
+        """Write for as long as the lease is held; release it at the end."""
+        self._events("lease_taken", token=lease.token)
+        fence = Fence(dataset_folder(self._out, self.partition).with_suffix(".fence"), lease.token)
+        partition = Partition(self._broker, self.wanted, self._out, self.partition, fence)
+        self.state = "storing"
+        try:
+            self._publish_facts(partition)
+            while not stop.is_set() and not self._is_idle_too_long():
+                self._commit(partition, lease, self._gathered(lease, stop))
+            lease.release()
+        finally:
+            partition.close()
+
+    def _gathered(self, lease: Lease, stop: threading.Event) -> list[Delivery]:
+        """Answers for one commit."""
+        settings, deliveries, num_bytes, first = self.settings, [], 0, 0.0
+        commit_s = min(settings.commit_s, self.wanted.settings.ack_wait_s / 4)  # committed before they come again
+        while not stop.is_set():
+            lease.renew_when_due(self.wanted.settings.lease_s)
+            room = max(1, (settings.max_bytes - num_bytes) // self.wanted.settings.max_message_bytes)
+            some = self._broker.pull_results(self.partition, min(room, settings.max_rows - len(deliveries)))
+            deliveries += some
+            num_bytes += sum(len(delivery.body) for delivery in some)
+            now = time.monotonic()
+            first = first or now if deliveries else 0.0
+            if some:
+                self._last_answer = now
+            if len(deliveries) >= settings.max_rows or num_bytes >= settings.max_bytes:
+                break
+            if first and now - first > commit_s or not first and self._is_idle_too_long():
+                break
+            if not some:
+                stop.wait(_IDLE_S)
+        return deliveries
+
+    def _commit(self, partition: Partition, lease: Lease, deliveries: Sequence[Delivery]) -> None:
+        """Settle the answers, then acknowledge them; before that nothing may be forgotten by the broker."""
+        if not deliveries:
+            return
+        answers, readable, unreadable = self._read(deliveries)
+        lease.renew()
+        start = time.monotonic()
+        done = partition.commit(answers)
+        for stray in partition.strays:
+            self._events("no_work_item", sequence=stray.sequence, request_id=stray.content.request_id)
+            self.metrics.refusals.labels("no_work_item").inc()
+        self._publish_facts(partition)
+        self._broker.settle(readable, "ack")
+        self._broker.settle(unreadable, "terminate")
+        self.counts += done
+        self.metrics.commits.inc()
+        for kind, number in done.items():
+            self.metrics.items.labels(kind).inc(number)
+        self._events("committed", num_answers=len(answers), seconds=round(time.monotonic() - start, 3), **done)
+
+    def _read(self, deliveries: Sequence[Delivery]) -> tuple[list[Answer], list[Delivery], list[Delivery]]:
+        answers, readable, unreadable = [], [], []
+        for delivery in deliveries:
+            try:
+                answers.append(answer_from_delivery(delivery))
+                readable.append(delivery)
+            except StoreError as error:  # nothing says which work item it is about: only the log can name it
+                self._events("unreadable", sequence=delivery.sequence, found=error.found)
+                self.metrics.refusals.labels("unreadable").inc()
+                unreadable.append(delivery)
+        return answers, readable, unreadable
+
+    def _publish_facts(self, partition: Partition) -> None:
+        self._broker.put("facts", facts_key(self.partition), json.dumps({"writer": self.name, **partition.facts()}).encode())
+
+    def _is_idle_too_long(self) -> bool:
+        limit = self.settings.leave_when_idle_s
+        return limit is not None and time.monotonic() - self._last_answer > limit
