@@ -239,11 +239,11 @@ def read_contract(engine: Path) -> Contract:
         value = json.loads(path.read_text(encoding="utf-8"))
         written = value.pop(_HASH, None) if isinstance(value, dict) else None
         found = fingerprint(value)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise ContractError(
             f"'{engine}' is not an engine directory",
             expected=f"a folder that holds {FILE_NAME}",
-            found="no such file",
+            found="no such file" if isinstance(error, FileNotFoundError) else error,
             fix=f"name an engine directory, or {rebuild}",
         ) from error
     except ValueError as error:  # of JSON and UTF-8, and numbers that are not finite

@@ -113,6 +113,13 @@ def test_a_contract_of_other_fields_is_refused(change, tmp_path):
 def test_a_folder_without_a_contract_is_not_an_engine(tmp_path):
     with pytest.raises(ContractError, match="is not an engine directory"):
         read_contract(tmp_path)
+    with pytest.raises(ContractError, match="is not an engine directory") as error:
+        read_contract(tmp_path / "absent")
+    assert error.value.found == "no such file"
+    (tmp_path / "contract.json").mkdir()
+    with pytest.raises(ContractError, match="is not an engine directory") as error:
+        read_contract(tmp_path)
+    assert "Is a directory" in error.value.found
 
 
 def test_row_distances_are_relative_to_each_value_s_size():
