@@ -13,6 +13,20 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
+def damage_errors(path: Path | str) -> Iterator[None]:
+    """Map what Lance says of a file that is missing or damaged, while ``path`` is read, to StoreError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # Arrow's errors are one or the other
+        raise StoreError(
+            f"'{path}' is damaged",
+            expected="the files of every commit, as they were written",
+            found=error,
+            fix="restore it from a copy, or extract again into another folder",
+        ) from error
+
+
+@contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Map an OSError while ``path`` is written: DiskFull where there is no room, StoreError otherwise."""
     try:

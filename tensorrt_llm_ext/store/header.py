@@ -129,7 +129,15 @@ def read_header(schema: pa.Schema, path: str) -> Header:
             found=found,
             fix="use the release that wrote it",
         )
-    return Header(Contract.from_dict(value["contract"]), Origin(**value["origin"]), value["job"])
+    try:
+        return Header(Contract.from_dict(value["contract"]), Origin(**value["origin"]), value["job"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ForeignDataset(
+            f"the header of '{path}' is damaged",
+            expected=f"the fields of {FORMAT} {FORMAT_VERSION}",
+            found=f"{type(error).__name__}: {error}",
+            fix="restore it from a copy, or name another output folder",
+        ) from error
 
 
 def check_same(stored: Header, wanted: Header, path: str) -> None:

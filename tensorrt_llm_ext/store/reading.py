@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from tensorrt_llm_ext.errors import StoreError, nearest_name
 from tensorrt_llm_ext.results.record import Record, State, rows_hash
+from tensorrt_llm_ext.store.disk import damage_errors
 from tensorrt_llm_ext.store.header import Column, Header, read_header
 from tensorrt_llm_ext.store.vectors import open_dataset
 
@@ -42,16 +43,18 @@ class Vectors:
     def records(self) -> Iterator[Record]:
         """Every row as the record it was, in input order, in constant memory, each state's hash checked.
 
-        Raises StoreError for a row whose values are not the ones that were stored.
+        Raises StoreError for a row whose values are not the ones that were stored, and for a damaged file.
         """
-        for batch in self.dataset.to_batches(scan_in_order=True):
-            yield from self._records(batch)
+        with damage_errors(self.dataset.uri):
+            for batch in self.dataset.to_batches(scan_in_order=True):
+                yield from self._records(batch)
 
     def vector(self, request_id: str, column: str) -> np.ndarray:
         """The vector of one request, ``[hidden]``, in the dtype as stored. Raises StoreError when there is none."""
         self._known(column)
         quoted = request_id.replace("'", "''")
-        found = self.dataset.to_table(columns=[column], filter=f"request_id = '{quoted}'", limit=1)
+        with damage_errors(self.dataset.uri):
+            found = self.dataset.to_table(columns=[column], filter=f"request_id = '{quoted}'", limit=1)
         if not found.num_rows:
             raise StoreError(
                 f"the dataset has no request '{request_id}'",
@@ -68,7 +71,8 @@ class Vectors:
         """
         dtype = self._known(column).stored_dtype
         search = {"column": column, "q": np.asarray(query, dtype=dtype), "k": k, "metric": metric}
-        found = self.dataset.to_table(columns=["request_id", "_distance"], nearest=search)
+        with damage_errors(self.dataset.uri):
+            found = self.dataset.to_table(columns=["request_id", "_distance"], nearest=search)
         pairs = zip(found["request_id"].to_pylist(), found["_distance"].to_pylist(), strict=True)
         return [Neighbour(request_id, distance) for request_id, distance in pairs]
 

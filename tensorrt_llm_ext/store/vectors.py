@@ -24,7 +24,7 @@ from lance.fragment import write_fragments
 
 from tensorrt_llm_ext.errors import ForeignDataset, StoreError
 from tensorrt_llm_ext.results.record import Record, WorkItem
-from tensorrt_llm_ext.store.disk import disk_errors
+from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
 from tensorrt_llm_ext.store.lineage import check_lineage
 
@@ -103,13 +103,15 @@ class VectorStore:
     @property
     def settled_rows(self) -> int:
         """How many rows of the input, from the first, the commits have settled: stored, refused or failed."""
-        batches = self._dataset.to_batches(columns=["window_end"])
-        return max((pc.max(batch["window_end"]).as_py() for batch in batches), default=0)
+        with damage_errors(self.path):
+            batches = self._dataset.to_batches(columns=["window_end"])
+            return max((pc.max(batch["window_end"]).as_py() for batch in batches), default=0)
 
     def identities(self) -> Iterator[tuple[int, str, str]]:
         """The row number, request id and token hash of every committed row, in order, in constant memory."""
-        for batch in self._dataset.to_batches(columns=["row", "request_id", "token_hash"], scan_in_order=True):
-            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        with damage_errors(self.path):
+            for batch in self._dataset.to_batches(columns=["row", "request_id", "token_hash"], scan_in_order=True):
+                yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
     def append(self, row: int, item: WorkItem, record: Record) -> None:
         """Take the record of input row ``row`` for the next commit. Raises LineageError, and then takes nothing."""

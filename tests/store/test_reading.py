@@ -1,5 +1,6 @@
 """Reading back: the same records, damage found, neighbours in order."""
 
+import json
 from dataclasses import replace
 
 import lance
@@ -9,6 +10,7 @@ from store_answers import make_answer, make_header
 
 from tensorrt_llm_ext.errors import ForeignDataset, StoreError
 from tensorrt_llm_ext.store import VectorStore, open_vectors
+from tensorrt_llm_ext.store.header import read_header
 
 
 @pytest.fixture
@@ -64,6 +66,32 @@ def test_a_damaged_value_is_found_by_its_hash(dataset):
     lance.dataset(str(dataset / "vectors.lance")).update({"final_post_mean_hash": "'xxh3-128:0'"}, where="row = 12")
     with pytest.raises(StoreError, match="the row of request 'id 12' is damaged"):
         list(open_vectors(dataset).records())
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-100])])
+def test_a_file_that_is_missing_or_cut_short_is_damage(dataset, damage):
+    opened, header = open_vectors(dataset), make_header()
+    damage(min((dataset / "vectors.lance" / "data").iterdir(), key=lambda path: path.stat().st_mtime_ns))
+    for read in (
+        lambda: list(open_vectors(dataset).records()),
+        lambda: opened.vector("id 3", "final_post_mean"),
+        lambda: opened.nearest("final_post_mean", np.ones(24), 3),
+    ):
+        with pytest.raises(StoreError, match="vectors.lance' is damaged"):
+            read()
+    with VectorStore.open(dataset, header) as store:
+        for resume in (lambda: store.settled_rows, lambda: list(store.identities())):
+            with pytest.raises(StoreError, match="vectors.lance' is damaged"):
+                resume()
+
+
+@pytest.mark.parametrize("change", [lambda value: value.pop("origin"), lambda value: value["contract"].update(taps=[{}])])
+def test_a_header_that_lacks_a_field_is_damage(dataset, change):
+    schema = lance.dataset(str(dataset / "vectors.lance")).schema
+    value = json.loads(schema.metadata[b"tensorrt_llm_ext"])
+    change(value)
+    with pytest.raises(ForeignDataset, match="the header of 'here' is damaged"):
+        read_header(schema.with_metadata({"tensorrt_llm_ext": json.dumps(value)}), "here")
 
 
 @pytest.mark.parametrize("dataset", ["float32", "float16"], indirect=True)
