@@ -9,6 +9,7 @@ from tensorrt_llm_ext.results.record import (
     State,
     Tokenisation,
     WorkItem,
+    all_finite,
     origin_from_contract,
     rows_hash,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "State",
     "Tokenisation",
     "WorkItem",
+    "all_finite",
     "origin_from_contract",
     "payload_from_record",
     "record_from_payload",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 import xxhash
 
@@ -13,6 +14,9 @@ from tensorrt_llm_ext.recipes.contract import Contract, Convention
 from tensorrt_llm_ext.taps import Tap
 
 FORMAT_VERSION = 1
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_BFLOAT16_EXPONENT = np.uint16(0x7F80)  # all its bits set: NaN or Inf
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class WorkItem:
     token_ids: np.ndarray  # int32 [tokens], read-only
     token_hash: str  # fingerprint.token_hash(token_ids)
     truncated_from: int | None = None
+    loss_mask: np.ndarray | None = None  # uint8 [tokens], 1 where a trainer learns; None where nobody asked for one
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,14 @@ def rows_hash(rows: np.ndarray) -> str:
     digest = xxhash.xxh3_128(f"{rows.dtype.name}{list(rows.shape)}".encode())
     digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))  # bytes: bfloat16 has no buffer of its own
     return "xxh3-128:" + digest.hexdigest()
+
+
+def all_finite(rows: np.ndarray) -> bool:
+    """Whether no value is NaN or Inf. bfloat16, for which NumPy has no fast test, is looked at bit by bit."""
+    if rows.dtype != _BFLOAT16:
+        return bool(np.isfinite(rows).all())
+    exponents = np.bitwise_and(rows.view(np.uint16), _BFLOAT16_EXPONENT)
+    return not rows.size or int(exponents.max()) < _BFLOAT16_EXPONENT
 
 
 def origin_from_contract(contract: Contract, convention: Convention, tokenisation: Tokenisation) -> Origin:

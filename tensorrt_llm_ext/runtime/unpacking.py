@@ -8,7 +8,7 @@ import numpy as np
 
 from tensorrt_llm_ext.fingerprint import token_hash
 from tensorrt_llm_ext.recipes.contract import Contract
-from tensorrt_llm_ext.results.record import Failure, Origin, Record, State, WorkItem, rows_hash
+from tensorrt_llm_ext.results.record import Failure, Origin, Record, State, WorkItem, all_finite, rows_hash
 from tensorrt_llm_ext.runtime.pipeline import Returned
 
 
@@ -55,9 +55,9 @@ def record(
 
 
 def _not_finite(rows: np.ndarray) -> str:
-    is_finite = np.isfinite(rows)
-    if is_finite.all():
+    if all_finite(rows):
         return ""
+    is_finite = np.isfinite(rows)
     row, column = np.argwhere(~is_finite)[0]
     num_wrong = is_finite.size - is_finite.sum()
     return f"{num_wrong} of {is_finite.size} values are NaN or Inf, the first at row {row}, column {column}"

@@ -2,22 +2,35 @@
 
 from tensorrt_llm_ext.store.disk import disk_errors
 from tensorrt_llm_ext.store.fence import Fence
+from tensorrt_llm_ext.store.folder import STATES_NAME, VECTORS_NAME, check_new, holds_dataset
 from tensorrt_llm_ext.store.header import Column, Header, columns_of
 from tensorrt_llm_ext.store.lineage import check_lineage
+from tensorrt_llm_ext.store.manifest import read_states_header, states_folder
 from tensorrt_llm_ext.store.reading import Neighbour, Vectors, open_vectors
-from tensorrt_llm_ext.store.vectors import DATASET_NAME, VectorStore, holds_dataset
+from tensorrt_llm_ext.store.states import DEFAULT_SHARD_BYTES, SHARD_BYTES, StatesStore
+from tensorrt_llm_ext.store.vectors import VectorStore
+
+Store = VectorStore | StatesStore
 
 __all__ = [
-    "DATASET_NAME",
+    "DEFAULT_SHARD_BYTES",
+    "SHARD_BYTES",
+    "STATES_NAME",
+    "VECTORS_NAME",
     "Column",
     "Fence",
     "Header",
     "Neighbour",
+    "StatesStore",
+    "Store",
     "VectorStore",
     "Vectors",
     "check_lineage",
+    "check_new",
     "columns_of",
     "disk_errors",
     "holds_dataset",
     "open_vectors",
+    "read_states_header",
+    "states_folder",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tensorrt_llm_ext.errors import LineageError
-from tensorrt_llm_ext.results.record import Record, State, WorkItem, rows_hash
+from tensorrt_llm_ext.results.record import Record, State, WorkItem, all_finite, rows_hash
 from tensorrt_llm_ext.store.header import Column, Header
 
 
@@ -55,14 +55,15 @@ def _wrong_states(record: Record, header: Header) -> _Wrong:
         yield "taps", [column.tap for column in columns], list(taps)
         return
     for column, state in zip(columns, record.states, strict=True):
-        yield from _wrong_rows(column, state)
+        yield from _wrong_rows(column, state, record.num_tokens if column.tap.rows == "all" else 1)
 
 
-def _wrong_rows(column: Column, state: State) -> _Wrong:
-    expected, found = (column.computed_dtype, (1, column.hidden_size)), (state.rows.dtype.name, state.rows.shape)
+def _wrong_rows(column: Column, state: State, num_rows: int) -> _Wrong:
+    shape = (num_rows, column.hidden_size)
+    expected, found = (column.computed_dtype, shape), (state.rows.dtype.name, state.rows.shape)
     if found != expected:
         yield column.name, expected, found
-    elif not np.isfinite(state.rows).all():
+    elif not all_finite(state.rows):
         yield column.name, "finite values", f"{np.count_nonzero(~np.isfinite(state.rows))} that are NaN or Inf"
     elif (computed := rows_hash(state.rows)) != state.payload_hash:
         yield column.hash_name, state.payload_hash, computed

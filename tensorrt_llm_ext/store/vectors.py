@@ -8,7 +8,6 @@ opened for writing.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -25,11 +24,10 @@ from lance.fragment import write_fragments
 from tensorrt_llm_ext.errors import ForeignDataset, StoreError
 from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
+from tensorrt_llm_ext.store.folder import PART_PREFIX, VECTORS_NAME, check_empty, listing, locked, synced
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
 from tensorrt_llm_ext.store.lineage import check_lineage
 
-DATASET_NAME = "vectors.lance"
-_PART_PREFIX = ".part-"
 _KEPT_VERSIONS_AGE = timedelta(minutes=10)  # for readers that are just opening one
 _COMMITS_PER_SWEEP = 64
 
@@ -39,13 +37,14 @@ class VectorStore:
 
     def __init__(self, folder: Path, header: Header, lock: int) -> None:
         self.header = header
-        self.path = folder / DATASET_NAME
+        self.path = folder / VECTORS_NAME
         self._lock = lock
         self._columns = header.columns
         self._schema = header.schema()
         self._pending: list[tuple[int, WorkItem, Record]] = []
         self._dataset = lance.dataset(str(self.path))
         self._sweep(timedelta(0))
+        self.settled_end = 0
         self.num_rows = self._dataset.count_rows()
         self.num_bytes = sum(
             file.file_size_bytes or 0 for part in self._dataset.get_fragments() for file in part.metadata.files
@@ -62,15 +61,15 @@ class VectorStore:
         schema = header.schema()
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        lock = locked(folder)
         try:
-            _check_empty(folder)
-            for leftover in folder.glob(f"{_PART_PREFIX}*"):
+            check_empty(folder)
+            for leftover in folder.glob(f"{PART_PREFIX}*"):
                 shutil.rmtree(leftover)
-            with disk_errors(folder), tempfile.TemporaryDirectory(prefix=_PART_PREFIX, dir=folder) as part:
-                made = Path(part) / DATASET_NAME
+            with disk_errors(folder), tempfile.TemporaryDirectory(prefix=PART_PREFIX, dir=folder) as part:
+                made = Path(part) / VECTORS_NAME
                 lance.write_dataset(pa.Table.from_batches([], schema), str(made), schema=schema, mode="create")
-                made.rename(folder / DATASET_NAME)
+                made.rename(folder / VECTORS_NAME)
             return cls(folder, header, lock)
         except BaseException:
             os.close(lock)
@@ -85,7 +84,7 @@ class VectorStore:
         """
         folder = Path(folder)
         stored = open_dataset(folder)
-        lock = _lock(folder)
+        lock = locked(folder)
         try:
             check_same(read_header(stored.schema, str(folder)), header, str(folder))
             with disk_errors(folder):
@@ -93,12 +92,6 @@ class VectorStore:
         except BaseException:
             os.close(lock)
             raise
-
-    @staticmethod
-    def check_new(folder: Path) -> None:
-        """Raise ForeignDataset, before anything costs time, when ``create`` would find the folder occupied."""
-        if Path(folder).is_dir():
-            _check_empty(Path(folder))
 
     @property
     def settled_rows(self) -> int:
@@ -126,6 +119,7 @@ class VectorStore:
         """
         pending, self._pending = sorted(self._pending, key=lambda entry: entry[0]), []
         if not pending:
+            self.settled_end = window_end
             return 0
         try:
             with disk_errors(self.path):
@@ -139,11 +133,22 @@ class VectorStore:
             self._sweep(timedelta(0))
             if self._dataset.count_rows() != self.num_rows + len(pending):  # else the commit happened before the error
                 raise
+        self.settled_end = window_end
         self.num_rows = self._dataset.count_rows()
         self.num_bytes += sum(file.file_size_bytes or 0 for part in fragments for file in part.files)
         if self._dataset.version % _COMMITS_PER_SWEEP == 0:
             self._sweep(_KEPT_VERSIONS_AGE)
         return len(pending)
+
+    def flush(self) -> None:
+        """Nothing: a commit of vectors is on the disk when it returns."""
+
+    def seal(self) -> None:
+        """Nothing: a dataset of vectors is whole after every commit."""
+
+    def expected_bytes(self, num_rows: int, num_tokens: int) -> float:
+        """Bytes that so many rows take: as those stored so far, or before the first commit by their values and identity."""
+        return num_rows * (self.num_bytes / self.num_rows if self.num_rows else self.header.row_bytes())
 
     def close(self) -> None:
         """Forget what was not committed and let other writers in. Idempotent."""
@@ -184,12 +189,8 @@ class VectorStore:
     def _sync(self, paths) -> None:
         """Bring files, and their names, to the disk: a commit must not outlive its data when the power fails."""
         for path in paths:
-            for place in (path, path.parent):
-                descriptor = os.open(place, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            synced(path)
+            synced(path.parent)
 
     def _newest_manifest(self) -> Path:
         return max((self.path / "_versions").glob("*.manifest"), key=lambda path: path.stat().st_mtime_ns)
@@ -204,12 +205,12 @@ class VectorStore:
 def open_dataset(folder: Path) -> lance.LanceDataset:
     """Open the Lance dataset of an output folder (or named itself). Raises ForeignDataset when there is none."""
     folder = Path(folder)
-    path = folder if folder.suffix == ".lance" else folder / DATASET_NAME
+    path = folder if folder.suffix == ".lance" else folder / VECTORS_NAME
     if not path.is_dir():
         raise ForeignDataset(
             f"'{folder}' holds no dataset of hidden states",
-            expected=f"a folder with {DATASET_NAME}",
-            found=_listing(folder) if folder.is_dir() else "no such folder",
+            expected=f"a folder with {VECTORS_NAME}",
+            found=listing(folder) if folder.is_dir() else "no such folder",
             fix="name the folder that `trtllm-extract run --out` wrote",
         )
     try:
@@ -220,47 +221,6 @@ def open_dataset(folder: Path) -> lance.LanceDataset:
         ) from error
 
 
-def holds_dataset(folder: Path) -> bool:
-    """Say whether an output folder has a dataset, ours or not, that a resumed run would go on with."""
-    return (Path(folder) / DATASET_NAME).exists()
-
-
 def _vectors(rows: np.ndarray, column: Column) -> pa.Array:
     values = pa.array(rows.astype(column.stored_dtype, copy=False).reshape(-1))
     return pa.FixedSizeListArray.from_arrays(values, column.hidden_size)
-
-
-def _check_empty(folder: Path) -> None:
-    """Only what a creation that died has left behind may lie there."""
-    if any(not path.name.startswith(_PART_PREFIX) for path in folder.iterdir()):
-        is_ours = holds_dataset(folder)
-        raise ForeignDataset(
-            f"'{folder}' already holds {'a dataset' if is_ours else 'something else'}",
-            expected="a new or empty folder",
-            found=_listing(folder),
-            fix="go on with --resume, or name another folder" if is_ours else "name another folder",
-        )
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "an empty folder"
-
-
-def _lock(folder: Path) -> int:
-    """Hold the folder for this process: the lock goes with the process, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with disk_errors(folder):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except StoreError as error:
-        os.close(descriptor)
-        if not isinstance(error.__cause__, BlockingIOError):
-            raise
-        raise StoreError(
-            f"another run is writing to '{folder}'",
-            expected="one writer",
-            found=error.__cause__,
-            fix="wait for it, or stop it",
-        ) from error
-    return descriptor

@@ -6,7 +6,9 @@ import numpy as np
 from toy_engines import HIDDEN_SIZE, LAST, MEAN, Toy, toy_contract, work_item
 
 from tensorrt_llm_ext.results import Origin, Record, State, rows_hash
-from tensorrt_llm_ext.store import Header
+from tensorrt_llm_ext.store import SHARD_BYTES, Header
+from tensorrt_llm_ext.store.states import row_bytes
+from tensorrt_llm_ext.taps import Tap
 
 JOB = {"policy": {"special_tokens": "none", "max_length": 40}, "windows": {"max_rows": 4}}
 
@@ -32,15 +34,29 @@ def make_header(taps=(LAST, MEAN), dtype="float32", job=JOB) -> Header:
     return Header(contract, origin, job)
 
 
+STATES_TAPS = (Tap(1, "pre", "all"), Tap(3, "pre", "all"))
+SHARD_ROWS = 50  # holds the toy engine's longest sequence, 40
+
+
+def make_states_header(dtype="float32", shard_rows=SHARD_ROWS) -> Header:
+    header = make_header(STATES_TAPS, dtype)
+    return replace(header, job={**JOB, SHARD_BYTES: shard_rows * row_bytes(header)})
+
+
 def make_answer(header: Header, row: int):
-    """A work item and its record; the same row gives the same bytes, on every call."""
-    item = replace(work_item(f"id {row}", [row % 90 + 1, 5, 6]), work_item_id=f"file#{row}")
+    """A work item and its record; the same row gives the same bytes, on every call. For states, of 1 to 6 tokens."""
+    is_states = header.kind == "states"
+    num_tokens = 1 + row * 7 % 6 if is_states else 3
+    token_ids = [row % 90 + 1, 5, 6, 7, 8, 9][:num_tokens]
+    item = replace(work_item(f"id {row}", token_ids), work_item_id=f"file#{row}")
     rng = np.random.default_rng(row)
+    if is_states:
+        item = replace(item, loss_mask=rng.integers(0, 2, size=num_tokens, dtype=np.uint8))
     states = []
     for column in header.columns:
-        rows = rng.normal(size=(1, HIDDEN_SIZE)).astype(column.computed_dtype)
+        rows = rng.normal(size=(num_tokens if is_states else 1, HIDDEN_SIZE)).astype(column.computed_dtype)
         states.append(State(column.tap, rows, header.contract.activation_dtype, rows_hash(rows)))
     truncated_from = 9 if row % 5 == 4 else None
     item = replace(item, truncated_from=truncated_from)
-    record = Record(item.request_id, item.work_item_id, item.token_hash, 3, truncated_from, tuple(states), header.origin)
+    record = Record(item.request_id, item.work_item_id, item.token_hash, num_tokens, truncated_from, tuple(states), header.origin)
     return item, record

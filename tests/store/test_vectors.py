@@ -16,7 +16,7 @@ from store_answers import JOB, make_answer, make_header
 from toy_engines import ALL, LAST
 
 from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, LineageError, StoreError, TapError
-from tensorrt_llm_ext.store import VectorStore, holds_dataset, open_vectors, vectors
+from tensorrt_llm_ext.store import VectorStore, folder, holds_dataset, open_vectors, vectors
 
 
 def rows_of(folder):
@@ -95,8 +95,14 @@ def test_values_are_stored_without_loss(tmp_path, fill, dtype, stored):
 
 def test_taps_of_many_rows_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(TapError, match="one for each token") as caught:
-        VectorStore.create(tmp_path / "out", make_header(taps=(LAST, ALL)))
+        VectorStore.create(tmp_path / "out", make_header(taps=(ALL,)))
     assert caught.value.found == "final@all" and not (tmp_path / "out").exists()
+
+
+def test_taps_of_which_some_give_a_row_a_token_are_refused_with_a_choice(tmp_path):
+    with pytest.raises(TapError, match="these taps give both") as caught:
+        VectorStore.create(tmp_path / "out", make_header(taps=(LAST, ALL)))
+    assert "--taps final@all" in caught.value.fix and not (tmp_path / "out").exists()
 
 
 def changed_origin(header, **fields):
@@ -187,7 +193,7 @@ def test_a_file_system_without_locks_is_said_to_be_the_trouble(tmp_path, header,
     def no_locks(*args):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(vectors.fcntl, "flock", no_locks)
+    monkeypatch.setattr(folder.fcntl, "flock", no_locks)
     with pytest.raises(StoreError, match="cannot be written") as caught:
         VectorStore.create(tmp_path, header)
     assert "No locks available" in caught.value.found

@@ -1,0 +1,360 @@
+"""StatesStore: every token's states of many requests, in large safetensors shards with a Parquet index.
+
+Rows are copied into a buffer of one shard; a full one is written front to back, hashed and synced by a thread of its own
+while the next is filled: two shards in memory, never more. A sequence that does not fit begins the next shard, and a shard
+that is half full at the end of a window is closed there. Shards are published, by rename, in groups that end with a window:
+a reader, and a run that dies at any moment, sees whole windows. A run that is stopped leaves its last shard short, and
+goes on filling it when it is resumed, so that it ends with the same files.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError, TapError
+from tensorrt_llm_ext.fingerprint import fingerprint
+from tensorrt_llm_ext.results.record import Record, WorkItem
+from tensorrt_llm_ext.store.disk import disk_errors
+from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, check_empty, locked, synced
+from tensorrt_llm_ext.store.header import FORMAT_VERSION, Header, check_same, identity_of
+from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, read_parts, read_sequences, write_part
+from tensorrt_llm_ext.store.lineage import check_lineage
+from tensorrt_llm_ext.store.manifest import (
+    HEADER_NAME,
+    MANIFEST_NAME,
+    manifest_of,
+    read_states_header,
+    states_folder,
+    write_json,
+)
+from tensorrt_llm_ext.store.shard import FORMAT, IDENTITY_ROW_BYTES, ShardBuffer, ShardFile, StoredSequence, write_shard
+
+SHARD_BYTES = "shard_bytes"
+"""The name, in a header's ``job``, of the size that a shard may have."""
+
+DEFAULT_SHARD_BYTES = 512 << 20
+
+_NUM_BUFFERS = 2
+_INDEX_BYTES = 200  # of a request: ids and hashes, about as Parquet packs them
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A shard that is on the disk under a hidden name, not published."""
+
+    number: int
+    path: Path
+    file: ShardFile
+    sequences: list[StoredSequence]
+    num_proven: int  # sequences of windows that were committed when it was closed
+
+
+class StatesStore:
+    """A dataset of states that is open for writing, by one writer at a time. ``create`` or ``open``, then ``close``.
+
+    ``commit`` says that everything appended is right; it is on the disk, and counted by ``num_rows`` and ``settled_end``,
+    when its shard is published, at the latest after ``flush``.
+    """
+
+    def __init__(self, folder: Path, header: Header, lock: int) -> None:
+        self.header = header
+        self.path = folder / STATES_NAME
+        self._lock: int | None = lock
+        self._metadata = {
+            "format": FORMAT,
+            "format_version": str(FORMAT_VERSION),
+            "dataset": fingerprint(identity_of(header)),
+        }
+        self._parts = _swept(self.path)
+        capacity = shard_rows(header)
+        self._free: queue.Queue[ShardBuffer] = queue.Queue()
+        for _ in range(_NUM_BUFFERS):
+            self._free.put(ShardBuffer(header.columns, capacity))
+        self._open = self._free.get()
+        self._number = len(self._parts)
+        if self._parts and not self._parts[-1].is_full:
+            self._number -= 1
+            self._open.load(self.path / self._parts[-1].shard.name, read_sequences(self.path, self._parts[-1], header))
+        self._num_proven = self._num_published = len(self._open.sequences)  # of the open shard
+        self._proven_end = self.settled_end = self.settled_rows
+        self._count()
+        self._is_group_open = False  # shards are written that wait for the end of their window
+        self._written: list[_Written] = []
+        self._error: ExtractionError | None = None
+        self._tasks: queue.Queue = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="write shards", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(cls, folder: Path, header: Header) -> StatesStore:
+        """Make an empty dataset in ``folder``, which is new or empty; ``header.job[SHARD_BYTES]`` is a shard's size.
+
+        Raises ForeignDataset when the folder holds anything, DiskFull, and StoreError for a shard smaller than the
+        longest sequence, and when another run is writing there.
+        """
+        folder = Path(folder)
+        shard_rows(header)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = locked(folder)
+        try:
+            check_empty(folder)
+            for leftover in folder.glob(f"{PART_PREFIX}*"):
+                shutil.rmtree(leftover)
+            with disk_errors(folder), tempfile.TemporaryDirectory(prefix=PART_PREFIX, dir=folder) as part:
+                made = Path(part) / STATES_NAME
+                (made / INDEX_NAME).mkdir(parents=True)
+                write_json(made / HEADER_NAME, header.to_dict())
+                made.rename(folder / STATES_NAME)
+                synced(folder)
+            return cls(folder, header, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def open(cls, folder: Path, header: Header) -> StatesStore:
+        """Open a dataset to add rows to it.
+
+        Raises ForeignDataset with the differences when it was made by another engine or under other conditions, or is
+        something else; StoreError when it is damaged or another run is writing to it.
+        """
+        folder = Path(folder)
+        stored = read_states_header(states_folder(folder))
+        lock = locked(folder)
+        try:
+            check_same(stored, header, str(folder))
+            with disk_errors(folder):
+                return cls(folder, header, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @property
+    def settled_rows(self) -> int:
+        """How many rows of the input, from the first, what is published has settled: stored, refused or failed."""
+        return self._parts[-1].settled_rows if self._parts else 0
+
+    def identities(self) -> Iterator[tuple[int, str, str]]:
+        """The row number, request id and token hash of every published request, in row order, a window group at a time."""
+        group: list[tuple[int, str, str]] = []
+        for part in list(self._parts):
+            sequences = read_sequences(self.path, part, self.header)
+            group += [(sequence.row, sequence.request_id, sequence.token_hash) for sequence in sequences]
+            if part.settled_rows is not None:
+                yield from sorted(group)
+                group = []
+
+    def append(self, row: int, item: WorkItem, record: Record) -> None:
+        """Take the record of input row ``row`` for the next commit. Raises LineageError, and then takes nothing; the
+        StoreError of an earlier shard that could not be written."""
+        check_lineage(record, item, self.header)
+        if item.loss_mask is None or len(item.loss_mask) != len(item.token_ids):
+            raise LineageError(
+                f"the work item of request '{item.request_id}' has no loss mask for its tokens",
+                expected=f"{len(item.token_ids)} values",
+                found="none" if item.loss_mask is None else f"{len(item.loss_mask)} values",
+                fix="make work items with a token policy that says where the loss mask comes from",
+            )
+        self._raise_error()
+        if not self._open.has_room(record.num_tokens):
+            self._close_shard()
+        self._open.append(row, item, record)
+
+    def commit(self, window_end: int) -> None:
+        """Say that every appended record is right; input rows before ``window_end`` are settled once it is published.
+
+        Raises the DiskFull or StoreError of a shard that could not be written: its windows are then lost.
+        """
+        self._raise_error()
+        self._num_proven, self._proven_end = len(self._open.sequences), window_end
+        if self._is_group_open or 2 * self._open.num_rows >= self._open.capacity:
+            self._close_shard()
+            self._tasks.put(window_end)
+            self._is_group_open = False
+        elif not self._open.sequences:
+            self.settled_end = window_end  # no row of it is anywhere: what became of each is in the job's ledgers
+
+    def flush(self) -> None:
+        """Publish everything that was committed, the last shard as short as it is; forget what was not.
+
+        Raises DiskFull or StoreError; then what was published before stands.
+        """
+        self._tasks.join()
+        self._raise_error()
+        if self._written:  # of a window that was not committed, and perhaps of windows before it
+            first = self._written[0]
+            self._open.load(first.path, first.sequences[: first.num_proven])
+            self._number, self._num_published = first.number, 0
+            self._num_proven = first.num_proven
+            self._drop_written()
+            self._is_group_open = False
+        self._open.keep(self._num_proven)
+        with disk_errors(self.path):
+            if len(self._open.sequences) > self._num_published:
+                self._write(self._number, self._open, self._num_proven)
+                self._publish(self._proven_end, is_full=False)
+                self._num_published = self._num_proven
+        self.settled_end = self._proven_end
+
+    def seal(self) -> None:
+        """Write manifest.json, the last file: the input has ended, and every row of it is settled. Raises StoreError."""
+        with disk_errors(self.path):
+            write_json(self.path / MANIFEST_NAME, manifest_of(self.header, self._parts))
+
+    def expected_bytes(self, num_rows: int, num_tokens: int) -> float:
+        """Bytes that so many requests of so many tokens take, their part of the index included."""
+        return num_tokens * row_bytes(self.header) + num_rows * _INDEX_BYTES
+
+    def close(self) -> None:
+        """Forget what was not published and let other writers in. Idempotent."""
+        if self._lock is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._drop_written()
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> StatesStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _close_shard(self) -> None:
+        """Hand the open shard to the thread that writes, and open the next; waits while both buffers are full."""
+        self._tasks.put((self._number, self._open, self._num_proven))
+        self._open = self._free.get()
+        self._number += 1
+        self._num_proven = self._num_published = 0
+        self._is_group_open = True
+
+    def _work(self) -> None:
+        """The thread: write the shards that come, publish them when their window is proven."""
+        while (task := self._tasks.get()) is not None:
+            try:
+                with disk_errors(self.path):
+                    self._write(*task) if isinstance(task, tuple) else self._publish(task, is_full=True)
+            except StoreError as error:
+                self._error = self._error or error
+                self._drop_written()
+            finally:
+                if isinstance(task, tuple):
+                    task[1].clear()
+                    self._free.put(task[1])
+                self._tasks.task_done()
+
+    def _write(self, number: int, buffer: ShardBuffer, num_proven: int) -> None:
+        if self._error is not None:
+            return
+        hidden = self.path / f"{PART_PREFIX}shard-{number:06d}"
+        try:
+            metadata = {**self._metadata, "shard": str(number)}
+            file = write_shard(hidden, buffer.tensors(), f"shard-{number:06d}-{{hash}}.safetensors", metadata)
+        except BaseException:
+            hidden.unlink(missing_ok=True)
+            raise
+        self._written.append(_Written(number, hidden, file, list(buffer.sequences), num_proven))
+
+    def _publish(self, settled_rows: int, is_full: bool) -> None:
+        if self._error is not None:
+            return
+        self._unseal()
+        for shard in self._written:
+            shard.path.rename(self.path / shard.file.name)
+        synced(self.path)
+        for place, shard in enumerate(self._written):
+            is_last = place == len(self._written) - 1
+            part = write_part(
+                self.path,
+                shard.number,
+                shard.file,
+                shard.sequences,
+                self.header,
+                settled_rows=settled_rows if is_last else None,
+                is_full=is_full,
+            )
+            replaced = self._parts[shard.number :]
+            self._parts[shard.number :] = [part]
+            for old in replaced:  # the short shard that this one has grown from
+                if old.shard.name != shard.file.name:
+                    (self.path / old.shard.name).unlink()
+        self._written = []
+        self._count()
+        self.settled_end = settled_rows
+
+    def _count(self) -> None:
+        self.num_rows = sum(part.num_sequences for part in self._parts)
+        self.num_bytes = sum(part.shard.num_bytes for part in self._parts)
+
+    def _unseal(self) -> None:
+        """A dataset that grows is not finished any more."""
+        with suppress(FileNotFoundError):
+            (self.path / MANIFEST_NAME).unlink()
+            synced(self.path)
+
+    def _drop_written(self) -> None:
+        for shard in self._written:
+            shard.path.unlink(missing_ok=True)
+        self._written = []
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def row_bytes(header: Header) -> int:
+    """Bytes that one token takes in a shard."""
+    return header.value_bytes() + IDENTITY_ROW_BYTES
+
+
+def shard_rows(header: Header) -> int:
+    """How many rows a shard holds. Raises TapError for taps that give one row a request, StoreError when a shard could not
+    hold the longest sequence the engine takes."""
+    if header.kind != "states":
+        num_layers = header.contract.architecture.num_layers
+        raise TapError(
+            "a dataset of states holds one row a token, and these taps give one for each request",
+            expected="taps @all",
+            found=", ".join(tap.spelling(num_layers) for tap in header.contract.taps),
+            fix="keep them in a VectorStore",
+        )
+    num_bytes, longest = header.job[SHARD_BYTES], header.contract.limits.max_seq_len
+    rows = num_bytes // row_bytes(header)
+    if rows < longest:
+        raise StoreError(
+            "a shard could not hold the longest sequence that the engine takes",
+            expected=f"at least {longest * row_bytes(header)} bytes: {longest} tokens of {row_bytes(header)} bytes",
+            found=f"{num_bytes} bytes",
+            fix="give a larger --shard-mib, or build an engine with a shorter max_seq_len",
+        )
+    return rows
+
+
+def _swept(folder: Path) -> list[IndexPart]:
+    """The parts that count; whatever else a run that died has left behind is removed."""
+    parts = read_parts(folder)
+    while parts and parts[-1].settled_rows is None:  # its window was not published to the end
+        (folder / parts.pop().name).unlink()
+    known = {part.shard.name: part.shard for part in parts}
+    for path in [*folder.glob(f"{PART_PREFIX}*"), *folder.glob(f"{INDEX_NAME}/{PART_PREFIX}*"), *folder.glob("shard-*")]:
+        if path.name not in known:
+            path.unlink()
+    for shard in known.values():
+        found = (folder / shard.name).stat().st_size if (folder / shard.name).exists() else None
+        if found != shard.num_bytes:
+            raise StoreError(
+                f"the shard '{folder / shard.name}' is damaged",
+                expected=f"{shard.num_bytes} bytes",
+                found="no such file" if found is None else f"{found} bytes",
+                fix="restore it, or extract again into another folder",
+            )
+    return parts
