@@ -17,6 +17,7 @@ import jinja2.sandbox
 
 from tensorrt_llm_ext.errors import DamagedCheckpoint, InputError, UnsupportedCheckpoint
 
+_MARK_START, _MARK_END = "_generation_start", "_generation_end"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # what a message may call its reasoning
 
 
@@ -36,10 +37,26 @@ class ChatTemplate:
                 fix="restore chat_template.jinja or tokenizer_config.json from where the checkpoint came from",
             ) from error
 
-    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool, now: datetime | None) -> str:
-        """Render messages as text. Raises InputError when the template refuses them, UnsupportedCheckpoint when it
-        does what the sandbox forbids."""
+    @property
+    def has_generation_marks(self) -> bool:
+        """Whether the template marks what the assistant wrote."""
+        return "endgeneration" in self.source
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        now: datetime | None,
+        marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """Render messages as text; ``marks`` are written around what ``{% generation %}`` blocks enclose.
+
+        Raises InputError when the template refuses them, UnsupportedCheckpoint when it does what the sandbox forbids.
+        """
         variables = {
+            _MARK_START: marks[0],
+            _MARK_END: marks[1],
             **self._special_tokens,
             "messages": [_normalised(message) for message in _checked(messages)],
             "tools": None,
@@ -66,14 +83,15 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %} … {% endgeneration %}`` marks what the assistant wrote; the text itself is left as it is."""
+    """``{% generation %} … {% endgeneration %}`` encloses what the assistant wrote, and, where asked for, is marked."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        start, end = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in (_MARK_START, _MARK_END))
+        return jinja2.nodes.Scope([start, *body, end], lineno=line)
 
 
 def _environment() -> jinja2.Environment:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from tensorrt_llm_ext.checkpoint.assistant import assistant_spans
 from tensorrt_llm_ext.checkpoint.chat import ChatTemplate
 from tensorrt_llm_ext.checkpoint.fields import settings
 from tensorrt_llm_ext.errors import DamagedCheckpoint, InputError, UnsupportedCheckpoint
@@ -95,6 +96,19 @@ class Tokenizer:
             raise
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def encode_with_offsets(self, texts: Sequence[str], special_tokens: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids as ``encode_batch`` gives them, and which characters each comes from: int64 ``[tokens, 2]``, first and
+        one past the last; both 0 for a special token that was added."""
+        try:
+            encodings = self._rust.encode_batch(list(texts), add_special_tokens=special_tokens)
+        except Exception:
+            _refuse_texts(texts)
+            raise
+        return [
+            (np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
+            for encoding in encodings
+        ]
+
     def render_chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False, *, now: datetime | None = None
     ) -> str:
@@ -111,6 +125,12 @@ class Tokenizer:
                 fix="pass text instead of messages, or use an instruction-tuned checkpoint",
             )
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt, now=now)
+
+    def assistant_spans(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False, *, now: datetime | None = None
+    ) -> list[tuple[int, int]]:
+        """Where, in the text that ``render_chat`` gives, the assistant's own words lie; see ``checkpoint.assistant``."""
+        return assistant_spans(self._chat, messages, add_generation_prompt=add_generation_prompt, now=now)
 
     @property
     def has_chat_template(self) -> bool:

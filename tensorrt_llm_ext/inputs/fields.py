@@ -87,6 +87,20 @@ def token_ids_of_row(row: Row, name: str) -> np.ndarray:
     return np.array(value, dtype=np.int64)
 
 
+def loss_mask_of_row(row: Row, name: str) -> np.ndarray:
+    """The row's loss mask, uint8 ``[tokens]``."""
+    value = _value(row, name)
+    if not isinstance(value, list) or any(type(token) not in (int, bool) or token not in (0, 1) for token in value):
+        raise Refusal(
+            "bad_loss_mask",
+            f"the field '{name}' does not hold a loss mask",
+            expected="a list of 0 and 1",
+            found=_shown(value),
+            fix="write 1 where the trainer learns and 0 elsewhere",
+        )
+    return np.array(value, dtype=np.uint8)
+
+
 def unicode_checked(text: str, name: str) -> str:
     """The text itself, once it is sure that it can be written as UTF-8."""
     try:

@@ -3,7 +3,8 @@
 The codes: ``not_utf8``, ``line_too_long``, ``empty_row``, ``not_json``, ``not_an_object`` (the line itself);
 ``missing_field``, ``bad_request_id``, ``not_text``, ``bad_messages``, ``template_failed``, ``bad_ids``,
 ``lone_surrogate`` (its fields); ``empty_prompt``, ``outside_vocabulary``, ``too_long`` (its tokens);
-``duplicate_id`` (an accepted row has this id and the same tokens), ``conflicting_id`` (and other tokens).
+``bad_loss_mask``, ``no_loss_mask`` (its loss mask); ``duplicate_id`` (an accepted row has this id and the same tokens),
+``conflicting_id`` (and other tokens).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tensorrt_llm_ext.errors import InputError, Refusal
 from tensorrt_llm_ext.fingerprint import token_hash
 from tensorrt_llm_ext.inputs.duplicates import SeenIds, Verdict
 from tensorrt_llm_ext.inputs.fields import (
+    loss_mask_of_row,
     messages_of_row,
     request_id_of_row,
     text_of_row,
@@ -84,6 +86,8 @@ class _Draft:
     token_ids: np.ndarray | None = None
     token_hash: str = ""
     truncated_from: int | None = None
+    spans: list[tuple[int, int]] | None = None  # of the text that the assistant wrote
+    loss_mask: np.ndarray | None = None
     refusal: Refusal | None = field(default=None)
 
     def finished(self, source: str) -> AcceptedRow | RefusedRow:
@@ -92,7 +96,9 @@ class _Draft:
             return RefusedRow(row.number, row.fraction, row.line, self.request_id, self.refusal)
         self.token_ids.flags.writeable = False
         work_item_id = f"{source}#{row.number}"
-        item = WorkItem(self.request_id, work_item_id, self.token_ids, self.token_hash, self.truncated_from)
+        item = WorkItem(
+            self.request_id, work_item_id, self.token_ids, self.token_hash, self.truncated_from, self.loss_mask
+        )
         return AcceptedRow(row.number, row.fraction, item)
 
 
@@ -114,10 +120,14 @@ class _Steps:
         if self._fields.ids:
             draft.token_ids = token_ids_of_row(draft.row, self._fields.ids)
         elif self._fields.messages:
-            text = self._rendered(messages_of_row(draft.row, self._fields.messages))
-            draft.text = unicode_checked(text, self._fields.messages)
+            messages = messages_of_row(draft.row, self._fields.messages)
+            draft.text = unicode_checked(self._rendered(messages), self._fields.messages)
+            if self._policy.loss_mask == "assistant":
+                draft.spans = self._spans(messages)
         else:
             draft.text = (self._policy.prefix or "") + text_of_row(draft.row, self._fields.text)
+        if self._policy.loss_mask == "field":
+            draft.loss_mask = loss_mask_of_row(draft.row, self._fields.loss_mask)
 
     def _rendered(self, messages: list[dict]) -> str:
         try:
@@ -127,8 +137,21 @@ class _Steps:
                 "template_failed", error.what, expected=error.expected, found=error.found, fix=error.fix
             ) from error
 
+    def _spans(self, messages: list[dict]) -> list[tuple[int, int]]:
+        try:
+            return self._tokenizer.assistant_spans(messages, self._policy.add_generation_prompt, now=self._now)
+        except InputError as error:
+            raise Refusal(
+                "no_loss_mask", error.what, expected=error.expected, found=error.found, fix=error.fix
+            ) from error
+
     def tokenise(self, drafts: list[_Draft]) -> None:
         texts = [draft for draft in drafts if draft.refusal is None and draft.text is not None]
+        if self._policy.loss_mask == "assistant":
+            encoded = self._tokenizer.encode_with_offsets([draft.text for draft in texts], self._adds_special_tokens)
+            for draft, (token_ids, offsets) in zip(texts, encoded, strict=True):
+                draft.token_ids, draft.loss_mask = token_ids, _tokens_within(offsets, draft.spans)
+            return
         encoded = self._tokenizer.encode_batch([draft.text for draft in texts], self._adds_special_tokens)
         for draft, token_ids in zip(texts, encoded, strict=True):
             draft.token_ids = token_ids
@@ -147,6 +170,16 @@ class _Steps:
                 fix="tokenise with this model's tokenizer",
             )
         draft.token_ids = token_ids.astype(np.int32, copy=False)
+        if self._policy.loss_mask == "ones":
+            draft.loss_mask = np.ones(len(token_ids), np.uint8)
+        if draft.loss_mask is not None and len(draft.loss_mask) != len(token_ids):
+            raise Refusal(
+                "bad_loss_mask",
+                f"the field '{self._fields.loss_mask}' has not one value for each token",
+                expected=f"{len(token_ids)} values, as many as tokens",
+                found=f"{len(draft.loss_mask)} values",
+                fix="make the mask with the tokens that this engine sees",
+            )
         if len(token_ids) > self._policy.max_length:
             self._cut(draft)
         draft.token_hash = token_hash(draft.token_ids)
@@ -166,8 +199,12 @@ class _Steps:
             )
         end = num_tokens - tail
         kept = slice(end - num_kept, end) if self._policy.too_long == "truncate-left" else slice(head, head + num_kept)
-        parts = draft.token_ids[:head], draft.token_ids[kept], draft.token_ids[end:]
-        draft.token_ids, draft.truncated_from = np.concatenate(parts), num_tokens
+
+        def cut(values: np.ndarray) -> np.ndarray:
+            return np.concatenate([values[:head], values[kept], values[end:]])
+
+        draft.token_ids, draft.truncated_from = cut(draft.token_ids), num_tokens
+        draft.loss_mask = None if draft.loss_mask is None else cut(draft.loss_mask)
 
     def _special_ends(self, draft: _Draft) -> tuple[int, int]:
         """How many tokens before and after the text the tokenizer added."""
@@ -179,6 +216,15 @@ class _Steps:
             if np.array_equal(draft.token_ids[head : head + len(bare)], bare):
                 return head, added - head
         return 0, 0  # special tokens within the text: there is no end to keep
+
+
+def _tokens_within(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """1 for each token whose first character lies in one of the spans; a token that was added has none."""
+    starts = offsets[:, 0]
+    mask = np.zeros(len(offsets), dtype=np.uint8)
+    for start, end in spans:
+        mask[(starts >= start) & (starts < end) & (offsets[:, 1] > starts)] = 1
+    return mask
 
 
 def _batches(rows: Iterable[Row], fields: Fields) -> Iterator[list[Row]]:

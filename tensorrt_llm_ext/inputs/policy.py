@@ -15,6 +15,7 @@ from tensorrt_llm_ext.results.record import Tokenisation
 
 SpecialTokens = Literal["tokenizer", "none", "given"]
 TooLong = Literal["refuse", "truncate-left", "truncate-right"]
+LossMask = Literal["ones", "assistant", "field"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class TokenPolicy:
     template_date: str | None  # what a template that writes today's date writes, on every day the run goes on
     max_length: int  # tokens
     too_long: TooLong
+    loss_mask: LossMask | None = None  # where it comes from; None where none is made
 
     def tokenisation(self) -> Tokenisation:
         """What a session writes into the origin of its records."""
@@ -52,6 +54,7 @@ def token_policy(
     add_generation_prompt: bool = False,
     max_length: int | None = None,
     too_long: TooLong = "refuse",
+    loss_mask: LossMask | None = None,
 ) -> TokenPolicy:
     """Settle the policy for these fields and this engine.
 
@@ -60,6 +63,7 @@ def token_policy(
     """
     prompt = "text" if fields.text else "messages" if fields.messages else "ids"
     _check_options(prompt, tokenizer, special_tokens, prefix, add_generation_prompt)
+    _check_loss_mask(loss_mask, prompt, special_tokens, fields)
     is_chat = prompt == "messages"
     return TokenPolicy(
         prompt=prompt,
@@ -70,6 +74,7 @@ def token_policy(
         template_date=datetime.now().date().isoformat() if is_chat else None,
         max_length=_max_length(max_length, limits),
         too_long=too_long,
+        loss_mask=loss_mask,
     )
 
 
@@ -96,6 +101,23 @@ def _check_options(
         (prefix or "").encode()
     except UnicodeEncodeError as error:
         raise InputError("the prefix is not Unicode text", expected="UTF-8", found=error, fix="correct --prefix") from error
+
+
+def _check_loss_mask(loss_mask: str | None, prompt: str, special_tokens: str | None, fields: Fields) -> None:
+    if loss_mask == "assistant" and (prompt != "messages" or special_tokens == "tokenizer"):
+        raise InputError(
+            "a loss mask of the assistant's turns needs chat messages, rendered by their template alone",
+            expected="--messages-field, and no special tokens of the tokenizer around it",
+            found=f"a prompt of {prompt}, special tokens: {special_tokens or 'by default'}",
+            fix="give the mask in a field (--loss-mask-field), or leave it all ones",
+        )
+    if (loss_mask == "field") != (fields.loss_mask is not None):
+        raise InputError(
+            "the loss mask's field and its source do not belong together",
+            expected="a field's name with the source 'field', and only with it",
+            found=f"source {loss_mask}, field {fields.loss_mask}",
+            fix="name the field with --loss-mask-field, and leave --loss-mask out",
+        )
 
 
 def _max_length(asked: int | None, limits: Limits) -> int:

@@ -18,12 +18,14 @@ class Fields:
 
     Exactly one of ``text`` (a string), ``messages`` (a list of chat messages) and ``ids`` (a list of token ids) is
     the prompt; ``text`` is meant when none is named. Without ``request_id`` the row number is the request id.
+    ``loss_mask`` is a list of 0 and 1, one a token.
     """
 
     text: str | None = None
     messages: str | None = None
     ids: str | None = None
     request_id: str | None = None
+    loss_mask: str | None = None
 
     def __post_init__(self) -> None:
         named = {kind: name for kind in ("text", "messages", "ids") if (name := getattr(self, kind)) is not None}
@@ -43,7 +45,7 @@ class Fields:
         return self.text or self.messages or self.ids
 
     def names(self) -> list[str]:
-        return [self.prompt] + ([self.request_id] if self.request_id is not None else [])
+        return [name for name in (self.prompt, self.request_id, self.loss_mask) if name is not None]
 
 
 @dataclass(frozen=True)
