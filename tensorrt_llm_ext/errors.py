@@ -26,7 +26,8 @@
     ├── StoreError                  a dataset that cannot be written or read
     │   ├── ForeignDataset          it belongs to another engine, other taps, or something else
     │   ├── LineageError            a record that does not match its work item
-    │   └── DiskFull                no space; nothing uncommitted was kept
+    │   ├── DiskFull                no space; nothing uncommitted was kept
+    │   └── NoRoom                  the disk cannot hold what the input will become; said before the first byte
     ├── BrokerError                 the message broker cannot be reached, or refused a call
     │   ├── NotAdmitted             a worker that is not what the stream asks for
     │   └── LeaseLost               another writer holds the partition now
@@ -178,6 +179,10 @@ class LineageError(StoreError):
 
 class DiskFull(StoreError):
     """No space is left; nothing uncommitted was kept."""
+
+
+class NoRoom(StoreError):
+    """The disk cannot hold the dataset that the input will become; nothing was computed."""
 
 
 class BrokerError(ExtractionError):

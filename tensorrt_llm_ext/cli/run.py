@@ -19,6 +19,7 @@ from tensorrt_llm_ext.cli._streams import is_terminal
 if TYPE_CHECKING:
     from collections import Counter
 
+    from tensorrt_llm_ext.inputs import Fields, LossMask
     from tensorrt_llm_ext.job import Progress, Report
 
 _EXIT_FAILED = 1
@@ -58,6 +59,21 @@ _EXIT_INTERRUPTED = 130
     default="refuse",
     help="What to do beyond --max-length: refuse the row, or cut tokens at this side (counted, special tokens kept).",
 )
+@click.option("--taps", metavar="TAPS", help="Of the engine's taps, those to store, or eagle3.  [default: all]")
+@click.option(
+    "--loss-mask",
+    type=click.Choice(["ones", "assistant"]),
+    help="For taps @all: which tokens a trainer learns.  [default: assistant for messages, ones otherwise]",
+)
+@click.option("--loss-mask-field", metavar="NAME", help="Field that holds the loss mask, a list of 0 and 1, one a token.")
+@click.option("--shard", metavar="I/N", help="Run part I of N, I from 0: the rows whose request id hashes to it.")
+@click.option(
+    "--shard-mib",
+    type=click.IntRange(min=1),
+    default=512,
+    help="For taps @all: size of a file, MiB; two are held in memory.",
+)
+@click.option("--force", is_flag=True, help="Begin even where the disk cannot hold what the input will become.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -69,7 +85,10 @@ _EXIT_INTERRUPTED = 130
 @click.option("--fail-on-refused", is_flag=True, help="Exit with 3 when rows were refused.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of a CPU backend.  [default: the library's choice]")
 def command(engine: Path, out: Path, fail_on_refused: bool, as_json: bool, **options: object) -> None:
-    """Read the hidden states of every prompt of a file into a Lance dataset, OUT/vectors.lance.
+    """Read the hidden states of every prompt of a file.
+
+    Taps @last and @mean become a Lance dataset, OUT/vectors.lance, one row a request. Taps @all become training data,
+    OUT/states: safetensors shards with token ids and a loss mask, a Parquet index, and a manifest that comes last.
 
     A row that cannot be served is refused with a reason in OUT/refused.jsonl; one that ran without a result that can be
     trusted is in OUT/failed.jsonl. Neither stops the run or renumbers others: stored + already stored + refused + failed
@@ -101,30 +120,68 @@ def _run(
     messages_field: str | None,
     ids_field: str | None,
     id_field: str | None,
+    taps: str | None,
+    loss_mask: str | None,
+    loss_mask_field: str | None,
+    shard: str | None,
+    shard_mib: int,
+    force: bool,
     limit: int | None,
     resume: bool,
     threads: int | None,
     **token_options: object,
 ) -> Report:
     from tensorrt_llm_ext.checkpoint import Tokenizer
-    from tensorrt_llm_ext.inputs import Fields, open_input, token_policy
-    from tensorrt_llm_ext.job import Job, run_job, window_limits
+    from tensorrt_llm_ext.inputs import Fields, Sharding, open_input, token_policy
+    from tensorrt_llm_ext.job import Job, run_job, window_limits, with_taps
     from tensorrt_llm_ext.recipes import read_contract
     from tensorrt_llm_ext.runtime import Session, check_files
-    from tensorrt_llm_ext.store import VectorStore, columns_of
+    from tensorrt_llm_ext.store import check_new, columns_of
+    from tensorrt_llm_ext.taps import parse_taps
 
     contract = read_contract(engine)
     check_files(engine, contract)
-    columns_of(contract)  # taps, output folder and input are checked before the weights are loaded
+    chosen = parse_taps(taps, contract.architecture.num_layers) if taps else contract.taps
+    columns_of(with_taps(contract, chosen))  # taps, output folder and input are checked before the weights are loaded
     if not resume:
-        VectorStore.check_new(out)
-    fields = Fields(text_field, messages_field, ids_field, id_field)
+        check_new(out)
+    fields = Fields(text_field, messages_field, ids_field, id_field, loss_mask_field)
     opened = open_input(source, fields, format=format)
     tokenizer = Tokenizer.load(engine)
-    policy = token_policy(fields, tokenizer, contract.limits, **token_options)
-    job = Job(opened, fields, policy, out, window_limits(contract.limits), limit, resume)
+    mask = _loss_mask(loss_mask, fields, has_states=chosen[0].rows == "all")
+    policy = token_policy(fields, tokenizer, contract.limits, loss_mask=mask, **token_options)
+    job = Job(
+        opened,
+        fields,
+        policy,
+        out,
+        window_limits(contract.limits),
+        limit=limit,
+        resume=resume,
+        taps=chosen,
+        sharding=Sharding.parse(shard) if shard else None,
+        shard_bytes=shard_mib << 20,
+        force=force,
+    )
     with Session.open(engine, num_threads=threads, tokenisation=policy.tokenisation()) as session:
         return run_job(job, session, tokenizer, on_progress=on_progress, stop=stop)
+
+
+def _loss_mask(asked: str | None, fields: Fields, *, has_states: bool) -> LossMask | None:
+    from tensorrt_llm_ext.errors import InputError
+
+    if has_states:
+        if asked is not None and fields.loss_mask is not None:
+            return asked  # the policy refuses both
+        return asked or ("field" if fields.loss_mask else "assistant" if fields.messages else "ones")
+    if asked or fields.loss_mask:
+        raise InputError(
+            "a loss mask has no meaning for taps of one row a request",
+            expected="taps @all",
+            found="taps @last or @mean",
+            fix="leave the loss mask out, or choose taps @all",
+        )
+    return None
 
 
 def _exit_code(report: Report, fail_on_refused: bool) -> int:

@@ -9,15 +9,29 @@ from itertools import islice
 from pathlib import Path
 
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
-from tensorrt_llm_ext.errors import ContractError, InputError
-from tensorrt_llm_ext.inputs import Fields, Input, Row, TokenPolicy, work_items
+from tensorrt_llm_ext.errors import ContractError, InputError, TapError
+from tensorrt_llm_ext.inputs import Fields, Input, Row, Sharding, TokenPolicy, work_items
 from tensorrt_llm_ext.job.ledgers import FailedLedger
-from tensorrt_llm_ext.job.settled import SettledStretch, check_not_shorter, settled_stretches
+from tensorrt_llm_ext.job.settled import SettledStretch, check_not_shorter, divided, settled_stretches
 from tensorrt_llm_ext.job.windows import Window, WindowLimits, windows
 from tensorrt_llm_ext.recipes.contract import Contract
 from tensorrt_llm_ext.results import Tokenisation
 from tensorrt_llm_ext.runtime import Session
-from tensorrt_llm_ext.store import Header, VectorStore, holds_dataset, open_vectors
+from tensorrt_llm_ext.store import (
+    DEFAULT_SHARD_BYTES,
+    SHARD_BYTES,
+    STATES_NAME,
+    Header,
+    StatesStore,
+    Store,
+    VectorStore,
+    columns_of,
+    holds_dataset,
+    open_vectors,
+    read_states_header,
+    states_folder,
+)
+from tensorrt_llm_ext.taps import Tap
 
 
 @dataclass(frozen=True)
@@ -38,16 +52,21 @@ class Job:
     windows: WindowLimits
     limit: int | None = None  # rows of the input that are read at most
     resume: bool = False  # go on with the dataset in ``out``; begin one where there is none
+    taps: tuple[Tap, ...] | None = None  # of the engine's, those that are stored; None: all
+    sharding: Sharding | None = None  # the part of the input that this run reads; None: all of it
+    shard_bytes: int = DEFAULT_SHARD_BYTES  # the size of a file of states
+    force: bool = False  # begin even where the disk cannot hold it all
 
     def stretches(
-        self, contract: Contract, tokenizer: Tokenizer, store: VectorStore, failed: FailedLedger
+        self, contract: Contract, tokenizer: Tokenizer, store: Store, failed: FailedLedger
     ) -> Iterator[SettledStretch | Window | InputEnd]:
         """Every row of the input in order: what is settled, held against the dataset, then windows to compute."""
         num_read = 0
 
         def read() -> Iterator[Row]:
             nonlocal num_read
-            for row in _limited(self.input.rows(), self.limit):
+            rows = _limited(self.input.rows(), self.limit)
+            for row in rows if self.sharding is None else self.sharding.rows(rows, self.fields):
                 num_read += 1
                 yield row
 
@@ -60,12 +79,18 @@ class Job:
             source=self.input.name,
         )
         num_settled = store.settled_rows
+        before, after = divided(rows, num_settled)
         yield from check_not_shorter(
-            settled_stretches(islice(rows, num_settled), store.identities(), failed.settled()),
-            num_settled if self.limit is None else min(num_settled, self.limit),
+            settled_stretches(before, store.identities(), failed.settled()), self._num_settled_to_read(num_settled)
         )
-        yield from windows(rows, self.windows)
+        yield from windows(after, self.windows)
         yield InputEnd(num_read)
+
+    def _num_settled_to_read(self, num_settled: int) -> int:
+        """Where the rows that are settled must end; 0 where a limit cuts a part of the input at a row of another part."""
+        if self.limit is None or self.limit >= num_settled:
+            return num_settled
+        return self.limit if self.sharding is None else 0
 
 
 def prepared(job: Job, session: Session, tokenizer: Tokenizer) -> Job:
@@ -90,13 +115,47 @@ def prepared(job: Job, session: Session, tokenizer: Tokenizer) -> Job:
     return _with_stored_date(job)
 
 
-def opened_store(job: Job, session: Session) -> VectorStore:
-    """Open the dataset to go on with, or make a new one. Raises ForeignDataset, StoreError, TapError."""
+def opened_store(job: Job, session: Session) -> Store:
+    """Open the dataset to go on with, or make a new one: of states for taps ``all``, of vectors for others.
+
+    Raises ForeignDataset, StoreError, TapError.
+    """
+    header = header_of(job, session)
+    store = StatesStore if header.kind == "states" else VectorStore
+    return store.open(job.out, header) if job.resume and holds_dataset(job.out) else store.create(job.out, header)
+
+
+def header_of(job: Job, session: Session) -> Header:
+    """What the job's dataset says about itself. Raises TapError for taps that do not belong into one dataset."""
+    contract = session.contract if job.taps is None else with_taps(session.contract, job.taps)
+    columns_of(contract)
     conditions = {"policy": job.policy.to_dict(), "windows": job.windows.to_dict()}
-    header = Header(session.contract, session.origin, conditions)
-    if job.resume and holds_dataset(job.out):
-        return VectorStore.open(job.out, header)
-    return VectorStore.create(job.out, header)
+    if job.sharding is not None:
+        conditions["sharding"] = job.sharding.to_dict()
+    if contract.taps[0].rows == "all":
+        conditions[SHARD_BYTES] = job.shard_bytes
+        if job.policy.loss_mask is None:
+            raise InputError(
+                "a dataset of states needs a loss mask",
+                expected="a token policy that says where it comes from: ones, assistant or field",
+                found="a policy without one",
+                fix="make it with token_policy(…, loss_mask='ones')",
+            )
+    return Header(contract, session.origin, conditions)
+
+
+def with_taps(contract: Contract, taps: tuple[Tap, ...]) -> Contract:
+    """The contract of an engine of which only these taps are read. Raises TapError for a tap that it does not have."""
+    num_layers = contract.architecture.num_layers
+    missing = [tap.spelling(num_layers) for tap in taps if tap not in contract.taps]
+    if missing:
+        raise TapError(
+            "the engine does not have these taps",
+            expected=f"of {', '.join(tap.spelling(num_layers) for tap in contract.taps)}",
+            found=", ".join(missing),
+            fix="choose from those, or build an engine with the taps you need",
+        )
+    return dataclasses.replace(contract, taps=taps)
 
 
 def _limited(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
@@ -114,5 +173,7 @@ def _with_stored_date(job: Job) -> Job:
     """A template that writes the date goes on with the date on which the dataset was begun."""
     if not (job.resume and holds_dataset(job.out)):
         return job
-    stored = open_vectors(job.out).header.job["policy"]["template_date"]
+    has_states = (Path(job.out) / STATES_NAME).exists()
+    header = read_states_header(states_folder(job.out)) if has_states else open_vectors(job.out).header
+    stored = header.job["policy"]["template_date"]
     return dataclasses.replace(job, policy=dataclasses.replace(job.policy, template_date=stored))

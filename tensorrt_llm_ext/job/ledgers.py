@@ -65,6 +65,7 @@ class FailedLedger:
     def __init__(self, folder: Path, settled_rows: int) -> None:
         self.path = folder / FAILED_NAME
         self.counts: Counter[str] = Counter()
+        self.rows: set[int] = set()  # numbers of the rows that were added
         part = folder / f".part-{FAILED_NAME}"
         with disk_errors(folder):
             with open(part, "w", encoding="ascii") as file:
@@ -81,6 +82,7 @@ class FailedLedger:
 
     def write(self, failures: Sequence[tuple[AcceptedRow, str, str]]) -> None:
         """Add rows, each with a code and a reason, and bring them to the disk. Raises DiskFull or StoreError."""
+        self.rows.update(row.number for row, _, _ in failures)
         self.counts.update(code for _, code, _ in failures)  # they have failed, even where no line can say so
         with disk_errors(self.path):
             for row, code, reason in sorted(failures, key=lambda failure: failure[0].number):

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tensorrt_llm_ext.errors import ExtractionError
-from tensorrt_llm_ext.store import VectorStore
+from tensorrt_llm_ext.errors import ExtractionError, NoRoom
+from tensorrt_llm_ext.store import Store
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Report:
 class Meter:
     """Measures a run: what is behind, and from its pace what is ahead."""
 
-    def __init__(self, store: VectorStore) -> None:
+    def __init__(self, store: Store) -> None:
         self.num_rows = 0  # that are behind: the run counts them here
         self._store = store
         self._began = time.monotonic()
@@ -94,7 +94,7 @@ class Meter:
         self._first_fraction = 0.0  # that lay behind when computing began
         self._previous_fraction: float | None = 0.0  # behind before the stretch in hand
         self._fraction: float | None = 0.0  # behind after it
-        self._num_accepted = 0
+        self._num_accepted = self._num_accepted_tokens = 0
 
     @property
     def seconds(self) -> float:
@@ -104,16 +104,20 @@ class Meter:
     def computing_seconds(self) -> float:
         return 0.0 if self._began_computing is None else time.monotonic() - self._began_computing
 
-    def take(self, num_accepted: int, fraction: float | None) -> None:
-        """Note a stretch of the input: how many of its rows are or become vectors, how much lies behind after it."""
+    def take(self, num_accepted: int, num_tokens: int, fraction: float | None) -> None:
+        """Note a stretch of the input: how many of its rows, of how many tokens, are or will be stored, and how much of the
+        input lies behind after it."""
         self._num_accepted += num_accepted
+        self._num_accepted_tokens += num_tokens
         self._previous_fraction, self._fraction = self._fraction, fraction
 
-    def begin_computing(self) -> None:
-        """Start the clock that time ahead is estimated with, once."""
-        if self._began_computing is None:
+    def begin_computing(self) -> bool:
+        """Start the clock that time ahead is estimated with, once; say whether this was the time."""
+        is_first = self._began_computing is None
+        if is_first:
             self._began_computing = time.monotonic()
             self._first_fraction = self._fraction or 0.0
+        return is_first
 
     def fraction_behind(self, share: float) -> float | None:
         """How much of the input lies behind when ``share`` of the stretch that was taken last is done."""
@@ -124,9 +128,8 @@ class Meter:
 
     def measured(self, report: Report, fraction: float | None) -> Progress:
         """How far the run is when ``fraction`` of the input lies behind."""
-        expected_bytes = seconds_left = None
+        seconds_left = None
         if fraction is not None and self._fraction:
-            expected_bytes = int(self._num_accepted / self._fraction * self._row_bytes())
             done = fraction - self._first_fraction
             seconds_left = self.computing_seconds * (1 - fraction) / done if done > 0 else None
         return Progress(
@@ -136,11 +139,23 @@ class Meter:
             fraction=fraction,
             seconds_left=seconds_left,
             dataset_bytes=self._store.num_bytes,
-            expected_bytes=expected_bytes,
+            expected_bytes=self.expected_bytes(),
             free_bytes=shutil.disk_usage(self._store.path).free,
         )
 
-    def _row_bytes(self) -> float:
-        """Bytes of a row: as stored so far, or before the first commit as its values and identity will take."""
-        store = self._store
-        return store.num_bytes / store.num_rows if store.num_rows else store.header.row_bytes()
+    def expected_bytes(self) -> int | None:
+        """Bytes of the whole dataset, as the rows taken so far suggest; None where the input's size is not known."""
+        if not self._fraction:
+            return None
+        return int(self._store.expected_bytes(self._num_accepted, self._num_accepted_tokens) / self._fraction)
+
+    def check_room(self) -> None:
+        """Raise NoRoom when the disk cannot hold what is still to come."""
+        expected, free = self.expected_bytes(), shutil.disk_usage(self._store.path).free
+        if expected is not None and expected - self._store.num_bytes > free:
+            raise NoRoom(
+                f"the dataset will not fit on the disk of '{self._store.path}'",
+                expected=f"about {(expected - self._store.num_bytes) / 1e9:.3g} GB free, by the length of the first rows",
+                found=f"{free / 1e9:.3g} GB free",
+                fix="free space, write to another disk, split the run with --shard, or go on regardless with --force",
+            )

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
-from tensorrt_llm_ext.errors import ExtractionError, ForeignDataset, InputError, StoreError
+from tensorrt_llm_ext.errors import ExtractionError, ForeignDataset, InputError, NoRoom, StoreError
 from tensorrt_llm_ext.inputs import AcceptedRow
 from tensorrt_llm_ext.job.ahead import Ahead
 from tensorrt_llm_ext.job.job import InputEnd, Job, opened_store, prepared
@@ -25,10 +25,11 @@ from tensorrt_llm_ext.job.settled import SettledStretch
 from tensorrt_llm_ext.job.windows import Window
 from tensorrt_llm_ext.job.writer import Writer
 from tensorrt_llm_ext.runtime import CanaryTicket, Session, Ticket, batches
-from tensorrt_llm_ext.store import VectorStore
+from tensorrt_llm_ext.store import Store
 
 _WINDOWS_AHEAD = 2
-_ANSWERS_AHEAD = 8  # batches whose rows may wait for the writer
+_ANSWERS_AHEAD = 8  # batches whose rows may wait for the writer,
+_BYTES_AHEAD = 256 << 20  # as long as they are not larger than this
 
 INTERRUPTED = "interrupted"
 """The code of rows whose window was not committed because the run was asked to stop."""
@@ -44,8 +45,8 @@ def run_job(
 ) -> Report:
     """Run a job to its end, or until ``stop`` is set or an error stops it; say what became of every row.
 
-    Raises what shows before anything is computed: ForeignDataset (output or input), StoreError, TapError, InputError,
-    ContractError. An error that stops the run later is in the report: rows of windows that were not committed are
+    Raises what shows before anything is computed: ForeignDataset (output or input), NoRoom, StoreError, TapError,
+    InputError, ContractError. An error that stops the run later is in the report: rows of windows that were not committed are
     then counted as failed, with that reason, and a resumed run computes them again.
     """
     job = prepared(job, session, tokenizer)
@@ -55,10 +56,19 @@ def run_job(
         closing(FailedLedger(job.out, store.settled_rows)) as failed,
         closing(RefusedLedger(job.out)) as refused,
         Ahead(job.stretches(session.contract, tokenizer, store, failed), _WINDOWS_AHEAD, stop) as stretches,
-        Writer(store, failed, _ANSWERS_AHEAD) as writer,
+        Writer(store, failed, _answers_ahead(store, session)) as writer,
     ):
-        run = _Run(session, store, failed, refused, writer, Meter(store), on_progress, stop)
+        is_whole = job.sharding is None
+        run = _Run(session, store, failed, refused, writer, Meter(store), on_progress, stop, is_whole, job.force)
         return run.run(stretches)
+
+
+def _answers_ahead(store: Store, session: Session) -> int:
+    """How many batches may wait for the writer: bounded in number, and, from two on, in bytes."""
+    if store.header.kind == "vectors":
+        return _ANSWERS_AHEAD
+    batch_bytes = store.header.value_bytes() * session.contract.limits.max_num_tokens
+    return max(2, min(_ANSWERS_AHEAD, _BYTES_AHEAD // batch_bytes))
 
 
 @dataclass(frozen=True)
@@ -76,13 +86,15 @@ class _Run:
     """A run under way: what flies, and what is taken and not known to be committed."""
 
     session: Session
-    store: VectorStore
+    store: Store
     failed: FailedLedger
     refused: RefusedLedger
     writer: Writer
     meter: Meter
     on_progress: Callable[[Progress], None]
     stop: threading.Event
+    is_whole_input: bool = True  # not a part of it: the numbers of its rows have no gaps
+    force: bool = False
     in_flight: deque[_Batch] = field(default_factory=deque)
     taken: deque[Window] = field(default_factory=deque)
     has_ended: bool = False  # the input, with every window of it in flight or landed
@@ -92,14 +104,16 @@ class _Run:
         num_rows_before = self.store.num_rows
         try:
             self._pump(stretches)
-        except ForeignDataset:
-            raise  # the input is not the dataset's: nothing was computed
+        except (ForeignDataset, NoRoom):
+            raise  # the input is not the dataset's, or too much for the disk: nothing was computed
         except ExtractionError as error:
             report.stopped_by = error
         if (error := self.writer.finish()) is not None:
             report.stopped_by = report.stopped_by or error
         report.is_interrupted = not self.has_ended and report.stopped_by is None
         self._write_ledgers()
+        if self.has_ended and report.stopped_by is None:
+            self._seal()
         report.stored = self.store.num_rows - num_rows_before
         report.refused = self.refused.counts
         report.failed += self.failed.counts
@@ -124,19 +138,21 @@ class _Run:
 
     def _take(self, stretch: SettledStretch | Window) -> None:
         self.refused.write(stretch.refused)
-        self.report.read = stretch.end
+        self.report.read = stretch.end if self.is_whole_input else self.report.read + stretch.num_rows
         self.meter.num_rows += len(stretch.refused)
         if isinstance(stretch, SettledStretch):
             self.report.already_stored += stretch.num_stored
             self.report.failed += stretch.failed
             self.meter.num_rows += stretch.num_stored + stretch.failed.total()
-            self.meter.take(stretch.num_stored, stretch.fraction)
+            self.meter.take(stretch.num_stored, stretch.num_tokens, stretch.fraction)
             self.on_progress(self.meter.measured(self.report, stretch.fraction))
             return
         self.report.num_truncated += sum(row.item.truncated_from is not None for row in stretch.accepted)
-        self.meter.begin_computing()
-        self.meter.take(len(stretch.accepted), stretch.fraction)
-        while self.taken and self.taken[0].end <= self.writer.settled_end:
+        is_first = self.meter.begin_computing()
+        self.meter.take(len(stretch.accepted), stretch.num_tokens, stretch.fraction)
+        if is_first and not self.force:
+            self.meter.check_room()
+        while self.taken and self.taken[0].end <= self.store.settled_end:
             self.taken.popleft()
         if stretch.accepted:
             self.taken.append(stretch)
@@ -180,15 +196,22 @@ class _Run:
         """
         error = self.report.stopped_by
         reason = (_code(error), str(error)) if error else (INTERRUPTED, "the run was asked to stop")
-        uncommitted = [row for window in self.taken if window.end > self.writer.settled_end for row in window.accepted]
+        uncommitted = [row for window in self.taken if window.end > self.store.settled_end for row in window.accepted]
         try:
             if error or self.report.is_interrupted:
-                self.failed.write([(row, *reason) for row in uncommitted])
+                self.failed.write([(row, *reason) for row in uncommitted if row.number not in self.failed.rows])
             if self.report.read >= self.store.settled_rows:
                 self.refused.publish()
             self.report.refused_path = self.refused.path
         except StoreError as full:
             self.report.stopped_by = error or full
+
+
+    def _seal(self) -> None:
+        try:
+            self.store.seal()
+        except StoreError as error:
+            self.report.stopped_by = error
 
 
 def _code(error: ExtractionError) -> str:

@@ -10,6 +10,7 @@ from tensorrt_llm_ext.errors import ForeignDataset
 from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
 
 _ROWS_A_STRETCH = 4096
+_Row = AcceptedRow | RefusedRow
 
 
 @dataclass
@@ -19,9 +20,32 @@ class SettledStretch:
     start: int
     end: int
     num_stored: int = 0
+    num_tokens: int = 0  # of the rows that are stored
     refused: list[RefusedRow] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     fraction: float | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_stored + len(self.refused) + self.failed.total()
+
+
+def divided(rows: Iterator[_Row], end: int) -> tuple[Iterator[_Row], Iterator[_Row]]:
+    """The rows before number ``end``, and the others, which may be read once the first are."""
+    held: list[_Row] = []
+
+    def before() -> Iterator[_Row]:
+        for row in rows:
+            if row.number >= end:
+                held.append(row)
+                return
+            yield row
+
+    def after() -> Iterator[_Row]:
+        yield from held
+        yield from rows
+
+    return before(), after()
 
 
 def settled_stretches(
@@ -43,6 +67,7 @@ def settled_stretches(
         if next_stored is not None and next_stored[0] == row.number:
             known, next_stored = next_stored[1:], next(stored, None)
             stretch.num_stored += 1
+            stretch.num_tokens += len(row.item.token_ids) if isinstance(row, AcceptedRow) else 0
         elif next_failed is not None and next_failed["row"] == row.number:
             known = next_failed["request_id"], next_failed["token_hash"]
             stretch.failed[next_failed["code"]] += 1

@@ -50,6 +50,10 @@ class Window:
     num_tokens: int = 0
     fraction: float | None = None  # of the input that lies behind, once this window does
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.accepted) + len(self.refused)
+
 
 def windows(rows: Iterable[AcceptedRow | RefusedRow], limits: WindowLimits) -> Iterator[Window]:
     """Cut rows into windows: a pure function of the rows, so that every run over the same input has the same batches.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorrt_llm_ext.errors import ExtractionError, LineageError
 from tensorrt_llm_ext.inputs import AcceptedRow
 from tensorrt_llm_ext.job.ledgers import FailedLedger
 from tensorrt_llm_ext.job.windows import Window
 from tensorrt_llm_ext.results import Failure, Record
-from tensorrt_llm_ext.store import VectorStore
+from tensorrt_llm_ext.store import Store
+from tensorrt_llm_ext.taps import Tap
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,15 @@ class _Commit:
 
 
 class Writer:
-    """Feeds the store from a bounded queue. ``settled_end`` is the end of the last window that was committed.
+    """Feeds the store from a bounded queue, and in the end has it flush what was committed.
 
     A context manager. An error of the store ends the writing; it comes out of the next ``put`` or ``commit``, and what
     was sent after it is dropped, so that the sender never waits for a writer that is gone.
     """
 
-    def __init__(self, store: VectorStore, failed: FailedLedger, depth: int) -> None:
-        self.settled_end = 0
+    def __init__(self, store: Store, failed: FailedLedger, depth: int) -> None:
         self._store = store
+        self._taps = store.header.contract.taps
         self._failed = failed
         self._failures: list[tuple[AcceptedRow, str, str]] = []  # of the window that is not committed yet
         self._error: BaseException | None = None
@@ -81,6 +82,10 @@ class Writer:
                 self._take(message) if isinstance(message, _Answers) else self._settle(message.window)
             except BaseException as error:  # handed to the sender, whatever it is
                 self._error = error
+        try:
+            self._store.flush()
+        except BaseException as error:
+            self._error = self._error or error
 
     def _take(self, batch: _Answers) -> None:
         answers = {answer.request_id: answer for answer in batch.answers}
@@ -96,11 +101,18 @@ class Writer:
             if isinstance(answer, Failure):
                 self._failures.append((row, answer.code, answer.reason))
             else:
-                self._store.append(row.number, row.item, answer)
+                self._store.append(row.number, row.item, _with_taps(answer, self._taps))
 
     def _settle(self, window: Window) -> None:
         failures, self._failures = self._failures, []
         if failures:
             self._failed.write(failures)  # before the commit: a settled row that is not stored must have its reason on disk
         self._store.commit(window.end)
-        self.settled_end = window.end
+
+
+def _with_taps(record: Record, taps: tuple[Tap, ...]) -> Record:
+    """The record with the states of these taps, in their order; one that lacks a tap is left to the store to refuse."""
+    by_tap = {state.tap: state for state in record.states}
+    if len(by_tap) == len(taps) or not by_tap.keys() >= set(taps):
+        return record
+    return replace(record, states=tuple(by_tap[tap] for tap in taps))

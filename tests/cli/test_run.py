@@ -171,9 +171,12 @@ def test_wrong_input_is_an_error_before_anything_is_computed(command, vector_eng
     assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_of_taps_with_all_rows_is_refused(command, engine_path, mixed, tmp_path):
+def test_an_engine_of_both_kinds_of_taps_asks_which(command, engine_path, mixed, tmp_path):
     result = command("run", engine_path, "--input", mixed, "--out", tmp_path / "out")
-    assert result.exit_code == 2 and result.stderr.startswith("TapError: a dataset of vectors holds one row a request")
+    assert result.exit_code == 2 and result.stderr.startswith("TapError: a dataset holds one row a request or one row a token")
+    result = command("run", engine_path, "--input", mixed, "--out", tmp_path / "out", "--taps", "layer:3@all", "--id-field", "id")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "states" / "manifest.json").exists()
 
 
 def test_an_engine_without_its_tokenizer_is_to_be_copied_again(command, vector_engine, mixed, tmp_path):

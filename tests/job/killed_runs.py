@@ -19,7 +19,7 @@ import lance  # noqa: E402
 from toy_jobs import run  # noqa: E402
 
 from tensorrt_llm_ext.job.ledgers import FailedLedger, RefusedLedger  # noqa: E402
-from tensorrt_llm_ext.store import vectors  # noqa: E402
+from tensorrt_llm_ext.store import states, vectors  # noqa: E402
 
 STEPS = {
     "create": (lance, "write_dataset"),
@@ -28,6 +28,11 @@ STEPS = {
     "commit": (lance.LanceDataset, "commit"),
     "failed": (FailedLedger, "write"),
     "publish": (RefusedLedger, "publish"),
+    "write json": (states, "write_json"),  # the header, then the manifest
+    "append states": (states.StatesStore, "append"),
+    "commit states": (states.StatesStore, "commit"),
+    "write shard": (states, "write_shard"),
+    "write index": (states, "write_part"),
 }
 
 
@@ -48,7 +53,7 @@ def plant(step, number, moment):
             die()
         return result
 
-    setattr(place, name, staticmethod(deadly) if name == "commit" else deadly)
+    setattr(place, name, staticmethod(deadly) if place is lance.LanceDataset else deadly)
 
 
 def run_in_a_child(engine, prompts, out, death):

@@ -329,10 +329,12 @@ def test_a_stop_before_the_first_batch_leaves_an_empty_dataset_to_resume(engine,
     resumed_equals_undisturbed(engine, prompts, tmp_path)
 
 
-def test_a_tap_of_many_rows_is_refused_before_the_folder_is_made(tmp_path, prompts):
-    engine = write_engine(tmp_path / "engine", Toy(taps=(Tap(3, "post", "all"),)))
-    with pytest.raises(TapError, match="one for each token"):
+def test_taps_that_do_not_belong_into_one_dataset_are_refused_before_the_folder_is_made(tmp_path, prompts):
+    engine = write_engine(tmp_path / "engine", Toy(taps=(LAST, Tap(3, "post", "all"))))
+    with pytest.raises(TapError, match="these taps give both"):
         run(engine, prompts, tmp_path / "out")
+    with pytest.raises(TapError, match="does not have these taps"):
+        run(engine, prompts, tmp_path / "out", taps=(Tap(2, "pre", "all"),))
     assert not (tmp_path / "out").exists()
 
 
