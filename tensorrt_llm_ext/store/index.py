@@ -52,7 +52,7 @@ def write_part(
     settled_rows: int | None,
     is_full: bool,
 ) -> IndexPart:
-    """Write a part and rename it into its place; from then on its shard counts. Raises OSError."""
+    """Write a part under a hidden name; ``publish_part`` gives it its own. Raises OSError."""
     described = {
         "number": number,
         "shard": shard.name,
@@ -61,14 +61,17 @@ def write_part(
         "settled_rows": settled_rows,
         "is_full": is_full,
     }
-    hidden = folder / INDEX_NAME / f"{PART_PREFIX}{number:06d}.parquet"
+    hidden = folder / _hidden_name(number)
     pq.write_table(_table(shard.name, sequences, header, described), hidden, compression="zstd")
     synced(hidden)
     num_rows = sum(sequence.num_rows for sequence in sequences)
-    part = IndexPart(number, shard, len(sequences), num_rows, settled_rows, is_full, hash_of_file(hidden))
-    os.rename(hidden, folder / part.name)
+    return IndexPart(number, shard, len(sequences), num_rows, settled_rows, is_full, hash_of_file(hidden))
+
+
+def publish_part(folder: Path, part: IndexPart) -> None:
+    """Rename a part into its place; from then on its shard counts. Raises OSError."""
+    os.rename(folder / _hidden_name(part.number), folder / part.name)
     synced(folder / INDEX_NAME)
-    return part
 
 
 def read_parts(folder: Path) -> list[IndexPart]:
@@ -98,6 +101,10 @@ def read_sequences(folder: Path, part: IndexPart, header: Header) -> list[Stored
         return [StoredSequence(*row) for row in rows]
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         raise _damaged(path, error) from error
+
+
+def _hidden_name(number: int) -> str:
+    return f"{INDEX_NAME}/{PART_PREFIX}{number:06d}.parquet"
 
 
 def _table(shard: str, sequences: Sequence[StoredSequence], header: Header, described: dict) -> pa.Table:

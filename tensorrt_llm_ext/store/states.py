@@ -25,7 +25,7 @@ from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.disk import disk_errors
 from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, check_empty, locked, synced
 from tensorrt_llm_ext.store.header import FORMAT_VERSION, Header, check_same, identity_of
-from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, read_parts, read_sequences, write_part
+from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, publish_part, read_parts, read_sequences, write_part
 from tensorrt_llm_ext.store.lineage import check_lineage
 from tensorrt_llm_ext.store.manifest import (
     HEADER_NAME,
@@ -267,29 +267,37 @@ class StatesStore:
     def _publish(self, settled_rows: int, is_full: bool) -> None:
         if self._error is not None:
             return
+        parts = self._write_parts(settled_rows, is_full)
         self._unseal()
         for shard in self._written:
             shard.path.rename(self.path / shard.file.name)
         synced(self.path)
-        for place, shard in enumerate(self._written):
-            is_last = place == len(self._written) - 1
-            part = write_part(
+        for part in parts:
+            publish_part(self.path, part)
+        replaced = self._parts[parts[0].number :]
+        self._parts[parts[0].number :] = parts
+        for old in replaced:  # the short shard that the first has grown from
+            if old.shard.name != parts[0].shard.name:
+                (self.path / old.shard.name).unlink()
+        self._written = []
+        self._count()
+        self.settled_end = settled_rows
+
+    def _write_parts(self, settled_rows: int, is_full: bool) -> list[IndexPart]:
+        """Write the index of a group, which its last part settles; a full disk shows here, before anything is renamed."""
+        last = self._written[-1]
+        return [
+            write_part(
                 self.path,
                 shard.number,
                 shard.file,
                 shard.sequences,
                 self.header,
-                settled_rows=settled_rows if is_last else None,
+                settled_rows=settled_rows if shard is last else None,
                 is_full=is_full,
             )
-            replaced = self._parts[shard.number :]
-            self._parts[shard.number :] = [part]
-            for old in replaced:  # the short shard that this one has grown from
-                if old.shard.name != shard.file.name:
-                    (self.path / old.shard.name).unlink()
-        self._written = []
-        self._count()
-        self.settled_end = settled_rows
+            for shard in self._written
+        ]
 
     def _count(self) -> None:
         self.num_rows = sum(part.num_sequences for part in self._parts)
@@ -304,6 +312,8 @@ class StatesStore:
     def _drop_written(self) -> None:
         for shard in self._written:
             shard.path.unlink(missing_ok=True)
+        for hidden in (self.path / INDEX_NAME).glob(f"{PART_PREFIX}*"):
+            hidden.unlink()
         self._written = []
 
     def _raise_error(self) -> None:

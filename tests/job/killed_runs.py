@@ -33,6 +33,7 @@ STEPS = {
     "commit states": (states.StatesStore, "commit"),
     "write shard": (states, "write_shard"),
     "write index": (states, "write_part"),
+    "publish index": (states, "publish_part"),
 }
 
 

@@ -69,7 +69,7 @@ STEPS = {
     "at a commit": [["commit states", 1, "before"], ["commit states", 2, "after"]],
     "around a shard": [["write shard", 0, "before"], ["write shard", 1, "after"]],
     "between a shard and its index": [["write index", 0, "before"], ["write index", 2, "before"]],
-    "within a group": [["write index", 1, "after"], ["write index", 0, "after"]],
+    "within a group": [["publish index", 1, "after"], ["publish index", 0, "before"], ["publish index", 0, "after"]],
     "at the end": [["publish", 0, "before"], ["publish", 0, "after"], ["write json", 0, "after"]],
 }
 
@@ -142,7 +142,7 @@ def test_a_stop_keeps_what_a_canary_has_proven(engine, undisturbed, tmp_path):
     assert contents_of(tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("step, number", [("write_shard", 0), ("write_shard", 2), ("write_part", 1)])
+@pytest.mark.parametrize("step, number", [("write_shard", 0), ("write_shard", 2), ("write_part", 1), ("publish_part", 1)])
 def test_a_full_disk_stops_the_run_and_counts_what_was_not_published(
     engine, undisturbed, tmp_path, monkeypatch, step, number
 ):
