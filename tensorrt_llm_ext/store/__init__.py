@@ -8,6 +8,7 @@ from tensorrt_llm_ext.store.lineage import check_lineage
 from tensorrt_llm_ext.store.manifest import read_states_header, states_folder
 from tensorrt_llm_ext.store.reading import Neighbour, Vectors, open_vectors
 from tensorrt_llm_ext.store.states import DEFAULT_SHARD_BYTES, SHARD_BYTES, StatesStore
+from tensorrt_llm_ext.store.states_reading import States, TrainingSequence, open_states
 from tensorrt_llm_ext.store.vectors import VectorStore
 
 Store = VectorStore | StatesStore
@@ -21,8 +22,10 @@ __all__ = [
     "Fence",
     "Header",
     "Neighbour",
+    "States",
     "StatesStore",
     "Store",
+    "TrainingSequence",
     "VectorStore",
     "Vectors",
     "check_lineage",
@@ -30,6 +33,7 @@ __all__ = [
     "columns_of",
     "disk_errors",
     "holds_dataset",
+    "open_states",
     "open_vectors",
     "read_states_header",
     "states_folder",
