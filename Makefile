@@ -32,6 +32,7 @@ test-gpu:
 
 .venv/test: .venv/core
 	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-deps $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["trainers"])')
 	touch $@
 
 clean:
