@@ -12,12 +12,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,6 +30,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "backends")]
 
+import machine  # noqa: E402  beside this file
 from toy_engines import LAST, Toy, toy_contract  # noqa: E402  beside this folder
 
 from tensorrt_llm_ext import _runtime  # noqa: E402
@@ -49,9 +48,9 @@ PATIENCE_S = 60.0
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = machine.arguments(__doc__).parse_args()
     report = {
-        "machine": _machine(),
+        "machine": machine.card(arguments.commit),
         "round trip": round_trip(),
         "host work": host_work(),
         "copies": copies(),
@@ -345,20 +344,6 @@ def _median_us(call, num_calls: int = 300) -> float:
         call()
         times.append((time.perf_counter_ns() - started) / 1e3)
     return statistics.median(times)
-
-
-def _machine() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    card = torch.cuda.get_device_name()
-    return {"card": card, "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__, "commit": commit or "unknown"}
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", help="write the report to this file")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import machine
 import torch
 import triton
 from torch_models import LLAMA_2_7B, QWEN3_8B, random_engine
@@ -53,7 +54,7 @@ class Contender:
 
 def main() -> None:
     arguments = _arguments()
-    report = {"machine": _machine(), "rows": [], "ratios": {}, "clocks_mhz": []}
+    report = {"machine": machine.card(arguments.commit) | {"triton": triton.__version__}, "rows": [], "ratios": {}, "clocks_mhz": []}
     with torch.inference_mode():
         for a, name, peers in ((LLAMA_2_7B, "llama-2-7b", arguments.peers), (QWEN3_8B, "qwen3-8b", "none")):
             _compare(report, a, name, peers, arguments.trace and name == "llama-2-7b")
@@ -243,17 +244,8 @@ def _clock() -> int:
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
 
 
-def _machine() -> dict:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-    return {"card": torch.cuda.get_device_name(), "driver": driver, "commit": commit or "unknown", **versions}
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", help="write the report to this file")
+    parser = machine.arguments(__doc__)
     parser.add_argument("--peers", choices=("none", "eager", "compiled"), default="eager")
     parser.add_argument("--trace", action="store_true", help="profile two passes and print where their time went")
     return parser.parse_args()
