@@ -4,7 +4,7 @@ A verb file is named after its verb and defines ``command``, made by ``@verb``. 
 what runs is imported inside the function, so that ``--help`` and ``--version`` stay quick.
 
 Exit codes of every verb: 0 done; 1 the answer is no (numbers that are not right, something unknown) or the work failed on
-the way; 2 wrong usage or bad input. A verb may add codes of its own and says so in its help. An error is printed with
+the way; 2 wrong usage or bad input; 130 interrupted. A verb may add codes of its own and says so in its help. An error is printed with
 expected, found and what to do, with ``--json`` as one JSON object on standard output; wrong usage too.
 """
 
@@ -38,6 +38,19 @@ from tensorrt_llm_ext.errors import (
 
 _BAD_INPUT = (CheckpointError, EngineError, ForeignDataset, InputError, MissingExtra, RecipeError, TapError)
 _WRONG_NUMBERS = (CanaryError, ConventionError)  # engine errors that are an answer, not bad input
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class Interrupted(ExtractionError):
+    """Ctrl-C ended a verb; never raised, only told."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Ctrl-C ended the command at once",
+            expected="the end of its work",
+            found="an interrupt",
+            fix="start it again; run goes on with --resume, from its last proven window",
+        )
 
 
 class _Verbs(click.Group):
@@ -74,7 +87,8 @@ class _Verbs(click.Group):
 def main() -> None:
     """Read a language model's hidden states for millions of sequences.
 
-    Exit codes: 0 done; 1 the answer is no, or the work failed on the way; 2 wrong usage or bad input.
+    Exit codes: 0 done; 1 the answer is no, or the work failed on the way; 2 wrong usage or bad input;
+    130 interrupted.
     """
 
 
@@ -89,11 +103,11 @@ def verb(function: Callable[..., None]) -> click.Command:
         try:
             function(*args, as_json=as_json, **options)
         except ExtractionError as error:
-            if as_json:
-                click.echo(json.dumps(error.to_dict()))
-            else:
-                click.echo(f"{type(error).__name__}: {error}", err=True)
+            _tell(error, as_json)
             sys.exit(exit_code(error))
+        except KeyboardInterrupt:
+            _tell(Interrupted(), as_json)
+            sys.exit(EXIT_INTERRUPTED)
 
     json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
     return click.command(function.__module__.rpartition(".")[2])(json_option(run))
@@ -116,6 +130,13 @@ def _usage_told(words: list[str]) -> Iterator[None]:
         }
         click.echo(json.dumps(described))
         sys.exit(error.exit_code)
+
+
+def _tell(error: ExtractionError, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(error.to_dict()))
+    else:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
 
 
 def exit_code(error: ExtractionError) -> int:

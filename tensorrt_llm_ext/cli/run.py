@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tensorrt_llm_ext.cli import exit_code, verb
+from tensorrt_llm_ext.cli import EXIT_INTERRUPTED, exit_code, verb
 from tensorrt_llm_ext.cli._streams import is_terminal
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _EXIT_FAILED = 1
 _EXIT_REFUSED = 3
-_EXIT_INTERRUPTED = 130
 
 
 @verb
@@ -188,7 +187,7 @@ def _exit_code(report: Report, fail_on_refused: bool) -> int:
     if report.stopped_by is not None:
         return exit_code(report.stopped_by)
     if report.is_interrupted:
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     if report.failed or report.shortfall:
         return _EXIT_FAILED
     return _EXIT_REFUSED if fail_on_refused and report.refused else 0

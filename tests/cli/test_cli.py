@@ -62,6 +62,18 @@ def test_an_error_is_one_json_object_on_standard_output_with_json():
     }
 
 
+def test_an_interrupt_is_told_like_an_error_and_exits_with_130():
+    @verb
+    def interrupted(as_json):
+        """Meets Ctrl-C."""
+        raise KeyboardInterrupt
+
+    result = CliRunner().invoke(interrupted, [])
+    assert result.exit_code == 130 and result.stderr.startswith("Interrupted: Ctrl-C ended the command at once")
+    result = CliRunner().invoke(interrupted, ["--json"])
+    assert result.exit_code == 130 and json.loads(result.stdout)["error"] == "Interrupted" and result.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("words", "what", "usage"),
     [
