@@ -28,7 +28,9 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
+    "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
