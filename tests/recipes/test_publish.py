@@ -1,5 +1,6 @@
 """An engine directory appears whole or not at all."""
 
+import os
 import subprocess
 import sys
 
@@ -36,6 +37,22 @@ def test_what_was_built_appears_under_its_name(tmp_path):
         assert not out.exists()
     assert [path.name for path in out.parent.iterdir()] == ["engine"] and (out / "a").read_text() == "1"
     assert out.stat().st_mode & 0o777 == 0o755
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name_and_then_its_name(tmp_path, monkeypatch):
+    synced, out = [], tmp_path / "engine"
+
+    def fsync(descriptor):
+        synced.append((out.exists(), os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with published(out) as folder:
+        (folder / "part").mkdir()
+        (folder / "part" / "a").write_text("1")
+        (folder / "b").write_text("2")
+        expected = {str(path) for path in (folder, folder / "part", folder / "part" / "a", folder / "b")}
+    assert {path for is_named, path in synced if not is_named} == expected
+    assert [path for is_named, path in synced if is_named] == [str(tmp_path)]
 
 
 def test_an_empty_folder_is_filled(tmp_path):

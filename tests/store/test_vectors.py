@@ -41,6 +41,18 @@ def test_a_commit_is_in_row_order_whatever_the_order_of_the_batches(tmp_path, he
     assert table["final_post_mean_hash"][3].as_py() == record.states[1].payload_hash
 
 
+def test_a_commit_s_data_and_manifest_are_on_the_disk_when_it_is_done(tmp_path, header, fill, monkeypatch):
+    synced, original = [], os.fsync
+    with VectorStore.create(tmp_path, header) as store:
+        before = set(store.path.rglob("*"))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", lambda fd: (synced.append(Path(os.readlink(f"/proc/self/fd/{fd}"))), original(fd)))
+            fill(store, range(3))
+        made = {path for path in set(store.path.rglob("*")) - before if path.suffix in (".lance", ".manifest")}
+    assert {path.suffix for path in made} == {".lance", ".manifest"}
+    assert made | {path.parent for path in made} <= set(synced)
+
+
 def test_what_is_not_committed_is_not_there(tmp_path, header, fill):
     with VectorStore.create(tmp_path, header) as store:
         fill(store, [0, 1])
