@@ -68,7 +68,7 @@ def build_engine(
     """Build the engine of a checkpoint for a card and publish it as the directory ``out``; return its contract.
 
     What is given here goes before the recipe, what the recipe leaves open the card and the model decide.
-    ``calibration`` is text for fp8 by fixed scales (default: the demo's prompts). Raises
+    ``calibration`` is text for fp8 to be measured on (default: the demo's prompts). Raises
     CheckpointError, RecipeError, TapError, BuildError or DiskFull; ``out`` then does not exist, or is as it was.
     """
     given = dict(
@@ -97,17 +97,17 @@ def _writer(settings: BuildSettings, card: Card, calibration: Path | str | None)
 
     Raises BuildError when nothing here does, RecipeError for a calibration that nothing would use.
     """
-    if calibration is not None and (settings.precision != "fp8" or settings.backend == "torch"):
+    if calibration is not None and (settings.precision != "fp8" or (settings.backend, settings.fp8_harm) == ("torch", None)):
         raise RecipeError(
-            "a calibration is given, and this engine has no fixed scales",
-            expected="precision fp8 of backend trt or ort",
+            "a calibration is given, and nothing of this engine is measured",
+            expected="precision fp8; on backend torch, by a recipe without fp8_kept",
             found=f"precision {settings.precision} of backend {settings.backend}",
             fix="leave the calibration out, or build with --precision fp8",
         )
     if settings.backend == "ort" and settings.precision in ORT_PRECISIONS:
         return partial(write_ort_engine, calibration=calibration)
     if settings.backend == "torch":
-        return write_torch_engine
+        return partial(write_torch_engine, calibration=calibration)
     if settings.backend == "trt" and settings.precision in TRT_PRECISIONS:
         return partial(write_trt_engine, calibration=calibration)
     raise BuildError(

@@ -1,22 +1,24 @@
-"""Calibration: the FP8 scales of a checkpoint, from its float32 layers run on text.
+"""Calibration: the FP8 scales of a checkpoint, and the products that stay out of FP8, from its float32 layers run on text.
 
-One scale serves every token of a linear's input. Where a few tokens have values far larger than the rest, the others lie
-at the bottom of FP8's range, where its numbers are evenly spaced and rounding no longer shrinks with the value. So the
-loss is measured for the token that loses most, and a linear that loses too much keeps its precision.
+One scale serves every token of a linear's input: its largest value over the text. What rounding by these scales does to the
+states at the end is then measured product by product on a part of the text (``harms``), and the worst are kept in bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from tensorrt_llm_ext.builder.harms import Harm, product_harms, products_to_keep, total
 from tensorrt_llm_ext.builder.layerwise import layer_states
 from tensorrt_llm_ext.builder.parts import Progress
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, product_linears
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
 from tensorrt_llm_ext.errors import BuildError, InputError, Refusal
 from tensorrt_llm_ext.fingerprint import canonical_json, fingerprint, token_hash
@@ -29,47 +31,53 @@ from tensorrt_llm_ext.recipes import BuildSettings
 DEMO_PROMPTS = Path(__file__).parents[2] / "demo" / "prompts.jsonl"
 SCALES_FILE = "scales.safetensors"
 
-_STEP = 2.0**-9 / 12**0.5  # root mean square of rounding to FP8's smallest numbers, by a scale of 1
-MAX_LOSS = 0.025
-"""The most that this rounding may change a token's input of a linear, relative to the input's root mean square: as much as
-FP8's three bits of mantissa change any number. Measured on SmolLM2: one linear of 210 lies above, the next at a tenth. This rule alone does not suffice there (50 unseen
-prompts: cosine of ``final@last`` 0.995 in the mean, 0.924 at least): its recipe keeps more."""
+MEASURED_TOKENS, MEASURED_LENGTH = 1024, 16
+"""Of the text, for the harms: each layer runs on them once for every product below it. Of many sequences, the first tokens
+alone: a state early in a sequence leans on few tokens and is the more easily moved."""
 
-
-_PARTS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o", "gate": "gate_up", "up": "gate_up", "down": "down"}
+_GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scales of every linear up to the highest tap, and what they were measured on."""
+    """Scales of every linear up to the highest tap, the products that are kept, and what was measured."""
 
     linears: Fp8Linears
-    losses: dict[str, float]  # by linear: the largest relative loss of any token
+    kept: tuple[str, ...]  # products, as the recipe names them
+    most: float | None  # that the others may harm; None where the recipe names the products
     num_sequences: int
     num_tokens: int
+    num_measured: int  # tokens that the harms were measured on
     fingerprint: str  # of the text and the rule
+    harms: dict[str, Harm] = field(default_factory=dict)  # by product
 
     def write(self, folder: Path) -> None:
-        """Write scales.safetensors, with the calibration's fingerprint and the linears that were kept."""
+        """Write scales.safetensors, with the calibration's fingerprint and the products that were kept."""
         tensors = {}
         for name, scales in sorted(self.linears.scales.items()):
             tensors[f"{name}.activation_scale"] = np.array([scales.activation], np.float32)
             tensors[f"{name}.weight_scale"] = np.ascontiguousarray(scales.weight, np.float32)
-        kept = {name: self.losses[name] for name in sorted(self.linears.kept)}
-        described = canonical_json({"fingerprint": self.fingerprint, "kept": kept})
+        described = canonical_json({"fingerprint": self.fingerprint, "kept": list(self.kept)})
         save_file(tensors, folder / SCALES_FILE, {"calibration": described})  # one key: the order of several varies
 
     def facts(self, checkpoint: Checkpoint) -> dict:
         """What was chosen and what it costs, for the contract."""
-        kept = sorted(self.linears.kept)
-        return {
+        facts = {
             "fingerprint": self.fingerprint,
             "sequences": self.num_sequences,
             "tokens": self.num_tokens,
-            "max_loss": MAX_LOSS,
             "fp8_linears": len(self.linears.scales),
-            "kept_linears": {name: round(self.losses[name], 4) for name in kept},
-            "bytes_for_kept_linears": sum(int(np.prod(checkpoint.info(f"{name}.weight").shape)) for name in kept),
+            "kept_products": list(self.kept),
+            "bytes_for_kept_products": sum(_num_weights(checkpoint, product) for product in self.kept),
+        }
+        if self.most is None:
+            return facts
+        return facts | {
+            "kept_products": {product: self.harms[product].mean for product in self.kept},
+            "measured_tokens": self.num_measured,
+            "harm_of_all_products": total(self.harms, self.harms),
+            "harm_allowed": self.most,
+            "harm_of_fp8": total(self.harms, self.harms.keys() - set(self.kept)),
         }
 
 
@@ -78,53 +86,65 @@ def calibrate(
     text: Path | str | None,
     *,
     num_layers: int,
-    kept_products: tuple[str, ...] = (),
-    progress: Callable[[int, int], None],
+    most: float | None,
+    kept: Sequence[str] = (),
+    progress: Progress = lambda step, done, total: None,
 ) -> Calibration:
     """Run the text (default: the demo's prompts) through the first ``num_layers`` layers, and choose scales.
 
-    ``kept_products`` are the recipe's (``11.down``): their linears are kept whatever is measured.
-    Raises InputError for text that cannot be read or holds no prompt, BuildError for an input of a linear that is all
-    zeros or not finite. ``progress`` hears of layers.
+    What FP8 harms is measured, and products kept until the others harm at most ``most``; where that is None, the products
+    ``kept`` are kept, whatever they harm. Raises InputError for text that cannot be read or holds no prompt, BuildError
+    for an input of a linear that is all zeros or not finite.
     """
     sequences = _sequences(checkpoint, text)
-    sizes: dict[str, list[np.ndarray]] = {}  # by linear: [tokens, 2], largest and root mean square
+    largest: dict[str, float] = {}
 
-    def observe(name: str, values: np.ndarray) -> None:
-        sizes.setdefault(name, []).append(values)
+    def observe(name: str, value: float) -> None:
+        largest[name] = value if math.isnan(value) else max(largest.get(name, 0.0), value)
 
     for layer, _, _ in layer_states(checkpoint, sequences, last_layer=num_layers, observe=observe):
-        progress(layer, num_layers)
-    largest, losses = {}, {}
-    for name, parts in sizes.items():
-        largest[name], losses[name] = _measured(name, np.concatenate(parts))
-    kept = frozenset(name for name, loss in losses.items() if loss > MAX_LOSS or _product(name) in kept_products)
-    identity = {"rule": {"max_loss": MAX_LOSS}, "text": [token_hash(sequence) for sequence in sequences]}
+        progress("calibration", layer, num_layers)
+    scales = {name: _scales(checkpoint, name, size) for name, size in largest.items()}
+    harms, measured = {}, []
+    if most is not None:
+        measured = measured_part(sequences)
+        harms = product_harms(
+            checkpoint, measured, scales, num_layers=num_layers, progress=partial(progress, "harm of FP8")
+        )
+        kept = products_to_keep(harms, {product: _num_weights(checkpoint, product) for product in harms}, most)
+    kept = [product for product in _products(num_layers) if product in kept]
+    kept_linears = frozenset(name for product in kept for name in product_linears(product))
+    identity = {
+        "rule": {"most": most, "tokens": MEASURED_TOKENS, "length": MEASURED_LENGTH} if most is not None else {"kept": kept},
+        "text": [token_hash(sequence) for sequence in sequences],
+    }
     return Calibration(
-        linears=Fp8Linears({name: _scales(checkpoint, name, largest[name]) for name in largest if name not in kept}, kept),
-        losses=losses,
+        linears=Fp8Linears({name: scale for name, scale in scales.items() if name not in kept_linears}, kept_linears),
+        kept=tuple(kept),
+        most=most,
         num_sequences=len(sequences),
         num_tokens=sum(map(len, sequences)),
+        num_measured=sum(map(len, measured)),
         fingerprint=fingerprint(identity),
+        harms=harms,
     )
 
 
-def write_scales(
-    checkpoint: Checkpoint, folder: Path, settings: BuildSettings, text: Path | str | None, progress: Progress
-) -> tuple[Fp8Linears | None, dict]:
-    """For an engine of fp8: calibrate, write scales.safetensors into ``folder``, return the scales and facts of the build."""
+def calibrated(
+    checkpoint: Checkpoint, settings: BuildSettings, text: Path | str | None, progress: Progress
+) -> Calibration | None:
+    """Calibrate for an engine of fp8 as its settings say; None for any other."""
     if settings.precision != "fp8":
-        return None, {}
+        return None
     num_layers = max(tap.layer for tap in settings.taps)
-    calibration = calibrate(
-        checkpoint,
-        text,
-        num_layers=num_layers,
-        kept_products=settings.fp8_kept,
-        progress=partial(progress, "calibration"),
-    )
-    calibration.write(folder)
-    return calibration.linears, {"calibration": calibration.facts(checkpoint)}
+    kept = settings.fp8_kept or ()
+    return calibrate(checkpoint, text, num_layers=num_layers, most=settings.fp8_harm, kept=kept, progress=progress)
+
+
+def measured_part(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """At most MEASURED_TOKENS tokens, from everywhere in the list: the first MEASURED_LENGTH of a sequence."""
+    order = np.argsort(np.arange(len(sequences)) * _GOLDEN_RATIO % 1, kind="stable")
+    return [sequences[index][:MEASURED_LENGTH] for index in order[: MEASURED_TOKENS // MEASURED_LENGTH]]
 
 
 def _sequences(checkpoint: Checkpoint, path: Path | str | None) -> list[np.ndarray]:
@@ -159,25 +179,22 @@ def _sequences(checkpoint: Checkpoint, path: Path | str | None) -> list[np.ndarr
     return sequences
 
 
-def _product(linear: str) -> str:
-    """The recipe's name of the product that a linear is part of: ``11.down`` for ``model.layers.11.mlp.down_proj``."""
-    _, _, layer, _, name = linear.split(".")
-    return f"{layer}.{_PARTS[name.removesuffix('_proj')]}"
+def _products(num_layers: int) -> list[str]:
+    return [f"{layer}.{part}" for layer in range(num_layers) for part in PRODUCTS]
 
 
-def _measured(name: str, sizes: np.ndarray) -> tuple[float, float]:
-    """The largest value of any token, and the relative loss of the token that loses most."""
-    largest, smallest = float(sizes[:, 0].max()), float(sizes[:, 1].min())
-    if not np.isfinite(largest) or smallest == 0:
-        raise BuildError(
-            f"the input of '{name}' gives no FP8 scale",
-            expected="finite numbers, not all of them zero, for each token that was calibrated on",
-            found=f"a largest value of {largest}, and a token of size {smallest}",
-            fix="check the checkpoint's weights, or calibrate on other text",
-        )
-    return largest, float(scale_of(largest)) * _STEP / smallest
+def _num_weights(checkpoint: Checkpoint, product: str) -> int:
+    """Values of a product's weights: the bytes that it takes more in bfloat16 than in FP8."""
+    return sum(math.prod(checkpoint.info(f"{name}.weight").shape) for name in product_linears(product))
 
 
 def _scales(checkpoint: Checkpoint, name: str, largest: float) -> LinearScales:
+    if not math.isfinite(largest) or largest == 0:
+        raise BuildError(
+            f"the input of '{name}' gives no FP8 scale",
+            expected="finite numbers, not all of them zero, on the text that was calibrated on",
+            found=f"a largest value of {largest}",
+            fix="check the checkpoint's weights, or calibrate on other text",
+        )
     weight = checkpoint.tensor(f"{name}.weight").astype(np.float32, copy=False)  # [out, in]
     return LinearScales(float(scale_of(largest)), scale_of(np.abs(weight).max(axis=1)))

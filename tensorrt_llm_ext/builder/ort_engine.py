@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from tensorrt_llm_ext.builder.calibration import SCALES_FILE, write_scales
+from tensorrt_llm_ext.builder.calibration import SCALES_FILE, calibrated
 from tensorrt_llm_ext.builder.memory import memory_estimate
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint import Checkpoint
@@ -26,16 +26,18 @@ def write_ort_engine(
     """Write model.onnx and its weights into the existing, empty ``folder``.
 
     Precision fp8 is computed in float32 and rounded where a card rounds: slow, and what FP8 numbers are checked by.
-    Raises what ``write_decoder`` and ``write_scales`` raise.
+    Raises what ``write_decoder`` and ``calibrated`` raise.
     """
-    fp8, facts = write_scales(checkpoint, folder, settings, calibration, progress)
+    fp8 = calibrated(checkpoint, settings, calibration, progress)
+    if fp8:
+        fp8.write(folder)
     decoder = write_decoder(
         checkpoint,
         folder,
         taps=settings.taps,
         dtype="float32" if fp8 else settings.precision,
         max_seq_len=settings.limits.max_seq_len,
-        fp8=fp8,
+        fp8=fp8 and fp8.linears,
         progress=partial(progress, "weights"),
     )
     inputs = [TensorSpec(tensor.name, "input", tensor.dtype, tensor.shape) for tensor in decoder.inputs]
@@ -49,5 +51,5 @@ def write_ort_engine(
         weight_dtype=FP8 if fp8 else decoder.weight_dtype,
         memory=memory_estimate(checkpoint.architecture, settings, decoder.weight_bytes),
         accepted_runtime=ACCEPTED_RUNTIME,
-        build=facts,
+        build={"calibration": fp8.facts(checkpoint)} if fp8 else {},
     )

@@ -20,6 +20,7 @@ import numpy as np
 from tensorrt_llm_ext.backends.torch.sizes import FORMULA, is_needed, weight_bytes, workspace_bytes
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.weight_index import FILE_NAME, NUMPY_TYPES, StoredWeight, WeightIndex, weight_hash
+from tensorrt_llm_ext.builder.calibration import calibrated
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
@@ -40,16 +41,20 @@ def write_torch_engine(
     folder: Path,
     settings: BuildSettings,
     progress: Progress = lambda step, done, total: None,
+    calibration: Path | str | None = None,
 ) -> EngineParts:
     """Link or write the weights up to the highest tap into the existing, empty ``folder``, with weights.json.
 
-    Raises DiskFull, and OSError for what else a disk refuses.
+    For precision fp8 the products that stay in bfloat16 are measured on the text ``calibration``, unless the recipe names
+    them. Raises what ``calibrated`` raises, DiskFull, and OSError for what else a disk refuses.
     """
+    measured = calibrated(checkpoint, settings, calibration, progress) if settings.fp8_harm is not None else None
+    kept = measured.kept if measured else settings.fp8_kept or ()
     highest = max(tap.layer for tap in settings.taps)
     infos = [checkpoint.info(name) for name in decoder_shapes(checkpoint.architecture) if is_needed(name, highest)]
     write = _linked if all(info.file is not None for info in infos) else _written
     weights = write(checkpoint, folder, infos, STREAM_DTYPES[settings.precision], partial(progress, "weights"))
-    index = WeightIndex(weights, settings.fp8_kept, settings.is_deterministic)
+    index = WeightIndex(weights, kept, settings.is_deterministic)
     index.write(folder)
     num_bytes: Counter[str] = Counter()
     for weight in index.weights.values():
@@ -60,6 +65,7 @@ def write_torch_engine(
         weight_dtype="float8_e4m3fn" if settings.precision == "fp8" else num_bytes.most_common(1)[0][0],
         memory=_memory(checkpoint.architecture, settings, index),
         accepted_runtime=ACCEPTED_RUNTIME,
+        build={"calibration": measured.facts(checkpoint)} if measured else {},
     )
 
 

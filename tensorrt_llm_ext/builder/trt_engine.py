@@ -18,7 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tensorrt_llm_ext.builder.calibration import write_scales
+from tensorrt_llm_ext.builder.calibration import calibrated
 from tensorrt_llm_ext.builder.ladder import ladder
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.builder.trt_builder import compile_plan
@@ -53,14 +53,16 @@ def write_trt_engine(
 ) -> EngineParts:
     """Compile engine.plan into the existing, empty ``folder``; for precision fp8 write scales.safetensors beside it.
 
-    Raises what ``library_for``, ``write_scales``, ``write_decoder`` and ``compile_plan`` raise, and DiskFull before the
+    Raises what ``library_for``, ``calibrated``, ``write_decoder`` and ``compile_plan`` raise, and DiskFull before the
     compiler starts.
     """
     library = library_for(settings.compute_capabilities)
     if settings.precision == "fp8":
         check_fp8(settings.compute_capabilities)
     profiles = ladder(settings.limits)
-    fp8, facts = write_scales(checkpoint, folder, settings, calibration, progress)
+    fp8 = calibrated(checkpoint, settings, calibration, progress)
+    if fp8:
+        fp8.write(folder)
     with tempfile.TemporaryDirectory(prefix=".network-", dir=folder) as network:
         decoder = write_decoder(
             checkpoint,
@@ -68,7 +70,7 @@ def write_trt_engine(
             taps=settings.taps,
             dtype="bfloat16" if fp8 else settings.precision,
             max_seq_len=settings.limits.max_seq_len,
-            fp8=fp8,
+            fp8=fp8 and fp8.linears,
             progress=partial(progress, "weights"),
         )
         check_space(folder, "the plan", decoder.weight_bytes + _RUNG_BYTES * len(profiles))
@@ -102,7 +104,7 @@ def write_trt_engine(
             "plan_bytes": plan_bytes,
             "built_on": host_platform(),
             "notes": _notes(settings),
-            **facts,
+            **({"calibration": fp8.facts(checkpoint)} if fp8 else {}),
         },
     )
 

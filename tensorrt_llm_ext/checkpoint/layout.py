@@ -10,6 +10,20 @@ from tensorrt_llm_ext.errors import DamagedCheckpoint, nearest_name
 
 HEAD = "lm_head.weight"  # not a part of the decoder: used only where next tokens are compared
 
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The matrix products of a decoder layer, and the linears that each is made of: those that multiply the same rows."""
+
+
+def product_linears(product: str) -> tuple[str, ...]:
+    """Name the linears of a product: ``model.layers.11.mlp.down_proj`` for ``11.down``; layers count from 0."""
+    layer, part = product.split(".")
+    return tuple(f"model.layers.{layer}.{name}" for name in PRODUCTS[part])
+
 
 def decoder_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """List every tensor of the decoder in the order of use, with its shape (a weight is ``[out, in]``)."""

@@ -24,10 +24,10 @@ import psutil
 
 from tensorrt_llm_ext import __version__
 from tensorrt_llm_ext.checkpoint import Checkpoint
-from tensorrt_llm_ext.checks.comparison import row_cosines
 from tensorrt_llm_ext.checks.padded import padded_last_states
 from tensorrt_llm_ext.checks.reference import whole_model
 from tensorrt_llm_ext.errors import InputError, VerificationFailed
+from tensorrt_llm_ext.recipes.contract import row_cosines
 from tensorrt_llm_ext.results.record import Failure, WorkItem
 from tensorrt_llm_ext.runtime import Session
 from tensorrt_llm_ext.taps import Tap

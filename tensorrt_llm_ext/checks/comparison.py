@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tensorrt_llm_ext.errors import VerificationFailed, nearest_name
+from tensorrt_llm_ext.recipes.contract import row_cosines
 from tensorrt_llm_ext.taps import Tap
 
 
@@ -131,16 +132,6 @@ def rows_beyond(
             difference, limit = float(measured.differences.max()), float(measured.limits[0])
             beyond.append(RowBeyond(request_id, int(row), difference, limit, float(measured.cosines[0])))
     return beyond
-
-
-def row_cosines(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Cosine of each row with its counterpart, in float64. Two zero rows agree (1); a zero row and another do not (0)."""
-    expected, found = expected.astype(np.float64), found.astype(np.float64)
-    lengths = np.linalg.norm(expected, axis=-1) * np.linalg.norm(found, axis=-1)
-    both_zero = ~expected.any(axis=-1) & ~found.any(axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cosines = np.where(lengths > 0, (expected * found).sum(axis=-1) / lengths, np.where(both_zero, 1.0, 0.0))
-    return np.nan_to_num(cosines, nan=-1.0)
 
 
 def _refuse_unfit(tap: str, expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:

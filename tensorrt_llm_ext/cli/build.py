@@ -18,7 +18,7 @@ from tensorrt_llm_ext.cli import verb
 @click.option("--card", default="cpu", help="A card of build_recipes/cards/, or the path of a TOML file.")
 @click.option("--taps", help="For example 'final@last,layer:16@mean', or eagle3.  [default: the recipe's, or final@last]")
 @click.option("--precision", help="float32, float16 …  [default: the recipe's, or the card's first]")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Text for fp8 scales.  [default: the demo's prompts]")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Text that fp8 is measured on.  [default: the demo's prompts]")
 @click.option("--max-seq-len", type=click.IntRange(min=1), help="Tokens of the longest sequence.  [default: the recipe's]")
 def command(
     recipe: str | None,

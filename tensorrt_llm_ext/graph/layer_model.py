@@ -6,7 +6,7 @@ no size limit to meet. The code of the layer is that of the whole decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import onnx
@@ -15,23 +15,31 @@ from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.graph.layers import decoder_layer, final_norm, layer_prefix, layout_inputs, rope_rows
 from tensorrt_llm_ext.graph.operators import Graph
+from tensorrt_llm_ext.graph.quantisation import rounded_value
 
 if TYPE_CHECKING:
     from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
 
 STATES = "states"  # float32 [T, hidden]
 NEXT_STATES = "next_states"  # float32 [T, hidden]
+INPUT_SCALE = "input_scale"  # float32 []
 
 
-def layer_model(checkpoint: Checkpoint, max_seq_len: int, *, with_input_sizes: bool = False) -> onnx.ModelProto:
+Operands = Callable[[Graph, str, str], tuple[str, str]]
+
+
+def layer_model(
+    checkpoint: Checkpoint, max_seq_len: int, *, with_input_sizes: bool = False, rounded: Collection[str] = ()
+) -> onnx.ModelProto:
     """Write the layer that takes STATES, the layout's indices and a layer's weights, and gives NEXT_STATES.
 
     Weights go by their names in the checkpoint without ``layer_prefix``; every layer of a decoder has the same. With
-    ``with_input_sizes`` there is an output for each linear, named by it: ``[tokens, 2]``, the largest absolute value and
-    the root mean square of each token's input.
+    ``with_input_sizes`` there is an output for each linear, named by it: a scalar, the largest absolute value of its
+    input. The input that the linears ``rounded`` share is rounded to FP8 by one more input, the scalar INPUT_SCALE.
     """
     a = checkpoint.architecture
-    g = _graph(checkpoint, layer_prefix(0), _measured if with_input_sizes else None)
+    operands = _measured if with_input_sizes else _Rounded(rounded) if rounded else None
+    g = _graph(checkpoint, layer_prefix(0), operands)
     x = g.input(STATES, "float32", ("T", a.hidden_size))
     layout = layout_inputs(g)
     cos, sin = (g.constant(table, "float32") for table in rope_tables(a, max_seq_len))
@@ -49,14 +57,26 @@ def norm_model(checkpoint: Checkpoint) -> onnx.ModelProto:
     return g.model("norm")
 
 
-def _graph(
-    checkpoint: Checkpoint, prefix: str, operands: Callable[[Graph, str, str], tuple[str, str]] | None = None
-) -> Graph:
+def _graph(checkpoint: Checkpoint, prefix: str, operands: Operands | None = None) -> Graph:
     """A float32 graph whose weights are inputs, shaped as the checkpoint's ``prefix + name``."""
     return Graph("float32", lambda g, name: g.input(name, "float32", checkpoint.info(prefix + name).shape), operands)
 
 
 def _measured(g: Graph, x: str, name: str) -> tuple[str, str]:
-    """Operands as they are, and the sizes of the input as an output of the graph."""
-    g.output(g.row_sizes(x), name, "float32", ("T", 2))
+    """Operands as they are, and the size of the input as an output of the graph."""
+    g.output(g.largest(x), name, "float32", ())
     return x, g.weight(f"{name}.weight")
+
+
+class _Rounded:
+    """Operands whose input is rounded, where the linear is one of ``linears``; it is one value for all of them."""
+
+    def __init__(self, linears: Collection[str]) -> None:
+        self._linears = linears
+        self._input: str | None = None
+
+    def __call__(self, g: Graph, x: str, name: str) -> tuple[str, str]:
+        if name in self._linears:
+            self._input = self._input or rounded_value(g, x, g.input(INPUT_SCALE, "float32", ()))
+            x = self._input
+        return x, g.weight(f"{name}.weight")

@@ -129,11 +129,9 @@ class Graph:
     def sum(self, x: str, axis: int) -> str:
         return self.node("ReduceSum", x, self.constant([axis], "int64"), keepdims=0)
 
-    def row_sizes(self, x: str) -> str:
-        """The largest absolute value and the root mean square of each row: ``[rows, 2]``."""
-        columns = self.constant([1], "int64")
-        largest = self.node("ReduceMax", self.node("Abs", x), columns)
-        return self.node("Concat", largest, self.node("Sqrt", self.node("ReduceMean", self.multiply(x, x), columns)), axis=1)
+    def largest(self, x: str) -> str:
+        """The largest absolute value, a scalar."""
+        return self.node("ReduceMax", self.node("Abs", x), keepdims=0)
 
     def silu(self, x: str) -> str:
         """x * sigmoid(x)"""

@@ -17,6 +17,7 @@ from tensorrt_llm_ext.graph.fp8 import FP8
 from tensorrt_llm_ext.graph.operators import Graph
 from tensorrt_llm_ext.graph.weights import ExternalWeights
 
+
 @dataclass(frozen=True)
 class LinearScales:
     """Scales of one linear: what a rounded value is multiplied with to have its size again.
@@ -62,7 +63,10 @@ class Fp8Operands:
 
     def _input(self, g: Graph, x: str, scale: float) -> str:
         if (x, scale) not in self._rounded:
-            scalar = g.constant(scale, g.dtype)
-            rounded = g.node("QuantizeLinear", x, scalar, g.constant(0, FP8))
-            self._rounded[x, scale] = g.node("DequantizeLinear", rounded, scalar)
+            self._rounded[x, scale] = rounded_value(g, x, g.constant(scale, g.dtype))
         return self._rounded[x, scale]
+
+
+def rounded_value(g: Graph, x: str, scale: str) -> str:
+    """``x`` rounded to FP8 by a scalar scale, and in its own type again."""
+    return g.node("DequantizeLinear", g.node("QuantizeLinear", x, scale, g.constant(0, FP8)), scale)

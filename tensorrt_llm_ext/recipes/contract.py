@@ -126,6 +126,16 @@ def row_distances(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.sqrt(np.mean(((rows - right) / scale) ** 2, axis=-1))
 
 
+def row_cosines(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Cosine of each row with its counterpart, in float64. Two zero rows agree (1); a zero row and another do not (0)."""
+    expected, found = expected.astype(np.float64), found.astype(np.float64)
+    lengths = np.linalg.norm(expected, axis=-1) * np.linalg.norm(found, axis=-1)
+    both_zero = ~expected.any(axis=-1) & ~found.any(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cosines = np.where(lengths > 0, (expected * found).sum(axis=-1) / lengths, np.where(both_zero, 1.0, 0.0))
+    return np.nan_to_num(cosines, nan=-1.0)
+
+
 @dataclass(frozen=True)
 class Canary:
     """A known token sequence with its right hidden states and the ``source`` that gave them."""

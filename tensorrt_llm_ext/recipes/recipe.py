@@ -51,14 +51,17 @@ class Recipe:
     """None: the card's."""
     max_padded_tokens: int | None = within(1, default=None)
     """None: twice ``opt_num_tokens``, and at least ``max_num_tokens``."""
+    fp8_harm: float = within(0, 2, default=2e-3)
+    """How far FP8 may move the states of the highest tap, as the mean of 1 - cosine that calibration measures: the
+    products that harm most for their size stay in bfloat16 until the others are within it."""
+    fp8_kept: tuple[str, ...] | None = None
+    """Products that stay in bfloat16 in an fp8 engine, as ``11.down``: the layer from 0, then qkv, o, gate_up
+    or down. None: what calibration measures by ``fp8_harm``. Given, nothing is measured."""
+    is_deterministic: bool = False
+    """Backend torch: the same sequence gives the same bytes in any batch. FP8 engines do so anyway; bfloat16 pays 4 %."""
 
     def __post_init__(self) -> None:
         toml_file.check_ranges(self)
-    fp8_kept: tuple[str, ...] = ()
-    """Products that stay in bfloat16 in an fp8 engine, as ``11.down``: the layer from 0, then qkv, o, gate_up
-    or down. What FP8 harms is the model's matter: tests/bench/torch_fidelity.py measures it."""
-    is_deterministic: bool = False
-    """Backend torch: the same sequence gives the same bytes in any batch. FP8 engines do so anyway; bfloat16 pays 4 %."""
 
     def check_model(self, architecture: Architecture) -> None:
         """Raise RecipeError when the recipe is for another model."""

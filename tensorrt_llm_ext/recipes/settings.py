@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS
 from tensorrt_llm_ext.errors import RecipeError, UnsupportedCheckpoint
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.recipes.card import Card
@@ -13,7 +14,6 @@ from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.recipes.recipe import Precision, Recipe
 from tensorrt_llm_ext.taps import Tap, parse_taps
 
-FP8_PARTS = ("qkv", "o", "gate_up", "down")  # the products of a layer as backend torch fuses them
 LENGTH_BOUND_ROPES = ("dynamic", "longrope")  # beyond the original maximum they depend on the call's length
 
 
@@ -27,7 +27,8 @@ class BuildSettings:
     backend: str
     platform: str
     compute_capabilities: tuple[str, ...]  # none on a CPU
-    fp8_kept: tuple[str, ...] = ()
+    fp8_harm: float | None = None  # None: not fp8, or the products are given
+    fp8_kept: tuple[str, ...] | None = None
     is_deterministic: bool = False
 
     def fingerprint(self) -> str:
@@ -51,18 +52,21 @@ def settings_from_recipe(recipe: Recipe, card: Card, architecture: Architecture)
         backend=card.backend,
         platform=card.platform,
         compute_capabilities=card.compute_capabilities,
-        fp8_kept=_kept(recipe, architecture) if precision == "fp8" else (),
+        fp8_harm=float(recipe.fp8_harm) if precision == "fp8" and recipe.fp8_kept is None else None,
+        fp8_kept=_kept(recipe, architecture) if precision == "fp8" else None,
         is_deterministic=recipe.is_deterministic,
     )
 
 
-def _kept(recipe: Recipe, architecture: Architecture) -> tuple[str, ...]:
-    known = {f"{layer}.{part}" for layer in range(architecture.num_layers) for part in FP8_PARTS}
+def _kept(recipe: Recipe, architecture: Architecture) -> tuple[str, ...] | None:
+    if recipe.fp8_kept is None:
+        return None
+    known = {f"{layer}.{part}" for layer in range(architecture.num_layers) for part in PRODUCTS}
     for name in recipe.fp8_kept:
         if name not in known:
             raise RecipeError(
                 f"the recipe '{recipe.name}' keeps a product that the model does not have: '{name}'",
-                expected=f"a layer of 0 to {architecture.num_layers - 1} and one of {', '.join(FP8_PARTS)}, as '0.down'",
+                expected=f"a layer of 0 to {architecture.num_layers - 1} and one of {', '.join(PRODUCTS)}, as '0.down'",
                 found=repr(name),
                 fix="correct fp8_kept",
             )

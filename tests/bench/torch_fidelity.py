@@ -20,12 +20,11 @@ import torch
 from tensorrt_llm_ext.backends.torch import kernels, plain
 from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward
 from tensorrt_llm_ext.backends.torch.loading import _linear, load_decoder
-from tensorrt_llm_ext.backends.torch.sizes import PARTS
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex
 from tensorrt_llm_ext.backends.torch.workspace import make_workspace
 from tensorrt_llm_ext.builder.torch_engine import _written
 from tensorrt_llm_ext.checkpoint import open_checkpoint
-from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes
 from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.taps import Tap, parse_taps
 
@@ -77,7 +76,7 @@ def main() -> None:
         fp8 = {
             (layer, part): _linear([getattr(weights, part).weight], getattr(weights, part).bias, True)
             for layer, weights in enumerate(exact.layers)
-            for part in PARTS
+            for part in PRODUCTS
         }
         order = _by_harm(rounded, fp8, ranking, space, taps[0])
         print(f"{prompts.num_prompts} prompts, {prompts.num_tokens} tokens; cosine with float32, mean and minimum of rows")
@@ -100,7 +99,7 @@ def _loaded(checkpoint) -> tuple[Decoder, Decoder]:
 
 def _mixed(rounded: Decoder, fp8: dict, kept: set) -> Decoder:
     def layer(number: int, weights):
-        replaced = {part: fp8[number, part] for part in PARTS if (number, part) not in kept}
+        replaced = {part: fp8[number, part] for part in PRODUCTS if (number, part) not in kept}
         return dataclasses.replace(weights, **replaced)
 
     return dataclasses.replace(rounded, layers=tuple(layer(*item) for item in enumerate(rounded.layers)))

@@ -54,7 +54,7 @@ def test_many_batches_give_the_same_as_one(checkpoints, monkeypatch):
     *_, (_, _, together) = layer_states(checkpoint, sequences)
     monkeypatch.setattr(layerwise, "MAX_PADDED_TOKENS", 24)
     *_, (_, _, divided) = layer_states(checkpoint, sequences)
-    batches = layerwise._batches(sequences, checkpoint.architecture.vocab_size)
+    batches = layerwise.batches_of(sequences, checkpoint.architecture.vocab_size)
     assert [len(batch.indices["attention_rows"]) for batch in batches] == [1, 1, 2, 2]
     for one, other in zip(together, divided, strict=True):
         assert np.abs(one - other).max() < 1e-5

@@ -12,16 +12,19 @@ import tiny
 import torch
 from safetensors import safe_open
 
+from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
 from tensorrt_llm_ext.builder import build_engine, calibration, trt_engine
 from tensorrt_llm_ext.builder.calibration import calibrate
 from tensorrt_llm_ext.checkpoint import open_checkpoint
+from tensorrt_llm_ext.checkpoint.layout import product_linears
 from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError
 from tensorrt_llm_ext.graph import write_decoder
-from tensorrt_llm_ext.graph.fp8 import rounded_to_fp8, scale_of
+from tensorrt_llm_ext.graph.fp8 import scale_of
 from tensorrt_llm_ext.graph.quantisation import Fp8Linears
-from tensorrt_llm_ext.recipes import load_card
+from tensorrt_llm_ext.recipes import Recipe, load_card
 from tensorrt_llm_ext.taps import parse_taps
 
+EVERYTHING = Recipe(precision="fp8", fp8_kept=())
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -48,14 +51,10 @@ def text(tmp_path_factory):
     return path
 
 
-def silent(done, total):
-    pass
-
-
 @pytest.mark.parametrize("card", ["l40s", "rtx5090", "dgx-spark"])
 def test_a_plan_multiplies_every_linear_in_fp8(card, checkpoint, text, tmp_path):
     pytest.importorskip("tensorrt_rtx_bindings")
-    contract = build_engine(checkpoint, tmp_path / "engine", card=card, precision="fp8", calibration=text)
+    contract = build_engine(checkpoint, tmp_path / "engine", recipe=EVERYTHING, card=card, calibration=text)
     assert (contract.weight_dtype, contract.activation_dtype) == ("float8_e4m3fn", "fp8")
     assert contract.build["calibration"]["fp8_linears"] == 2 * len(LINEARS)
     plan = (tmp_path / "engine" / "engine.plan").read_bytes()
@@ -68,7 +67,7 @@ def test_a_plan_multiplies_every_linear_in_fp8(card, checkpoint, text, tmp_path)
 
 
 def test_the_scales_lie_beside_the_engine_with_the_calibrations_fingerprint(checkpoint, text, tmp_path):
-    contract = build_engine(checkpoint, tmp_path / "engine", precision="fp8", calibration=text)
+    contract = build_engine(checkpoint, tmp_path / "engine", recipe=EVERYTHING, calibration=text)
     with safe_open(tmp_path / "engine" / "scales.safetensors", "numpy") as file:
         assert json.loads(file.metadata()["calibration"])["fingerprint"] == contract.build["calibration"]["fingerprint"]
         names = set(file.keys())
@@ -82,7 +81,7 @@ def test_the_scales_lie_beside_the_engine_with_the_calibrations_fingerprint(chec
 def test_the_graph_of_float32_rounds_operands_as_the_scales_say(checkpoint, text, tmp_path):
     """Near float32, and not float32: what `verify` measures on the CPU. Every linear has its rounding."""
     with open_checkpoint(checkpoint) as opened:
-        linears = calibrate(opened, text, num_layers=2, progress=silent).linears
+        linears = calibrate(opened, text, num_layers=2, most=None).linears
         states = {}
         for name, fp8 in (("float32", None), ("fp8", linears)):
             (tmp_path / name).mkdir()
@@ -115,21 +114,35 @@ def test_other_text_is_another_engine(checkpoint, text, tmp_path):
     assert other.engine_fingerprint() != first.engine_fingerprint()
 
 
-def test_a_linear_that_loses_too_much_is_kept_and_named(checkpoint, text, tmp_path, monkeypatch):
-    with open_checkpoint(checkpoint) as opened:
-        losses = calibrate(opened, text, num_layers=2, progress=silent).losses
-        worst = max(losses, key=losses.get)
-        monkeypatch.setattr(calibration, "MAX_LOSS", (losses[worst] + sorted(losses.values())[-2]) / 2)
-    contract = build_engine(checkpoint, tmp_path / "engine", precision="fp8", calibration=text)
+def test_the_products_that_harm_most_are_kept_until_the_rest_is_within_what_is_allowed(checkpoint, text, tmp_path):
+    everything = replace(EVERYTHING, fp8_kept=None, fp8_harm=2.0)
+    harms = build_engine(checkpoint, tmp_path / "all", recipe=everything, calibration=text).build["calibration"]
+    assert harms["kept_products"] == {} and harms["harm_of_fp8"] == harms["harm_of_all_products"] > 0
+    most = harms["harm_of_all_products"] / 2
+    contract = build_engine(checkpoint, tmp_path / "half", recipe=replace(everything, fp8_harm=most), calibration=text)
     facts = contract.build["calibration"]
-    assert list(facts["kept_linears"]) == [worst] and facts["fp8_linears"] == 2 * len(LINEARS) - 1
-    assert facts["bytes_for_kept_linears"] == open_checkpoint(checkpoint).tensor(f"{worst}.weight").size
+    assert 0 < facts["harm_of_fp8"] <= most == facts["harm_allowed"]
+    kept = [name for product in facts["kept_products"] for name in product_linears(product)]
+    assert kept and facts["fp8_linears"] == 2 * len(LINEARS) - len(kept)
+    opened = open_checkpoint(checkpoint)
+    assert facts["bytes_for_kept_products"] == sum(opened.tensor(f"{name}.weight").size for name in kept)
+    with safe_open(tmp_path / "half" / "scales.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["calibration"])["kept"] == list(facts["kept_products"])
+        assert not {f"{name}.weight_scale" for name in kept} & set(file.keys())
 
 
-def test_what_the_recipe_keeps_is_kept(checkpoint, text):
+def test_both_backends_keep_the_same_products(checkpoint, text, tmp_path):
+    recipe = Recipe(precision="fp8", fp8_harm=1e-3)
+    kept = build_engine(checkpoint, tmp_path / "ort", recipe=recipe, calibration=text).build["calibration"]["kept_products"]
+    build_engine(checkpoint, tmp_path / "torch", card="h200", recipe=recipe, calibration=text)
+    assert kept and list(read_weight_index(tmp_path / "torch").kept) == list(kept)
+
+
+def test_what_the_recipe_keeps_is_kept_and_nothing_measured(checkpoint, text, monkeypatch):
+    monkeypatch.setattr(calibration, "product_harms", lambda *args, **options: pytest.fail("measured"))
     with open_checkpoint(checkpoint) as opened:
         products = ("0.qkv", "1.down", "1.gate_up")
-        linears = calibrate(opened, text, num_layers=2, kept_products=products, progress=silent).linears
+        linears = calibrate(opened, text, num_layers=2, most=None, kept=products).linears
     assert linears.kept == {
         *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
         *(f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")),
@@ -137,19 +150,17 @@ def test_what_the_recipe_keeps_is_kept(checkpoint, text):
     assert len(linears.scales) == 14 - 6 and not linears.kept & set(linears.scales)
 
 
-def test_the_loss_is_that_of_the_smallest_token_beside_the_largest_value():
-    sizes = np.array([[448.0, 100.0], [1.0, 0.5]], np.float32)
-    largest, loss = calibration._measured("linear", sizes)
-    assert largest == 448 and loss == pytest.approx(2**-9 / 12**0.5 / 0.5)
-    rows = np.random.default_rng(0).uniform(-0.004, 0.004, (1, 5000)).astype(np.float32)  # below 2^-6: evenly spaced
-    rounded = rounded_to_fp8(rows, 1.0).astype(np.float32)
-    found = np.sqrt(np.mean((rounded - rows) ** 2)) / np.sqrt(np.mean(rows**2))
-    assert calibration._measured("linear", np.array([[448.0, np.sqrt(np.mean(rows**2))]]))[1] == pytest.approx(found, rel=0.1)
+def test_backend_torch_measures_nothing_where_the_recipe_names_the_products(checkpoint, text, tmp_path):
+    recipe = Recipe(precision="fp8", fp8_kept=("1.down",))
+    contract = build_engine(checkpoint, tmp_path / "engine", card="h200", recipe=recipe)
+    assert read_weight_index(tmp_path / "engine").kept == ("1.down",) and "calibration" not in contract.build
+    with pytest.raises(RecipeError, match="nothing of this engine is measured"):
+        build_engine(checkpoint, tmp_path / "other", card="h200", recipe=recipe, calibration=text)
 
 
 def test_a_missing_scale_is_an_error(checkpoint, text, tmp_path):
     with open_checkpoint(checkpoint) as opened:
-        linears = calibrate(opened, text, num_layers=2, progress=silent).linears
+        linears = calibrate(opened, text, num_layers=2, most=None).linears
         missing = "model.layers.1.mlp.up_proj"
         scales = {name: found for name, found in linears.scales.items() if name != missing}
         with pytest.raises(BuildError, match=f"no FP8 scale for '{missing}'"):
@@ -158,10 +169,10 @@ def test_a_missing_scale_is_an_error(checkpoint, text, tmp_path):
             )
 
 
-@pytest.mark.parametrize("sizes", [[[0.0, 0.0]], [[np.inf, 1.0]], [[np.nan, 1.0]]])
-def test_an_input_without_a_scale_is_refused(sizes):
+@pytest.mark.parametrize("size", [0.0, np.inf, np.nan])
+def test_an_input_without_a_scale_is_refused(size, checkpoint):
     with pytest.raises(BuildError, match="'linear' gives no FP8 scale"):
-        calibration._measured("linear", np.array(sizes, np.float32))
+        calibration._scales(open_checkpoint(checkpoint), "linear", size)
 
 
 def test_scales_are_values_of_bfloat16_that_cut_nothing():
@@ -173,7 +184,7 @@ def test_scales_are_values_of_bfloat16_that_cut_nothing():
 
 
 def test_a_card_without_fp8_is_refused_before_the_builder_is_asked(checkpoint, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(trt_engine, "write_scales", lambda *args: pytest.fail("the builder was asked"))
+    monkeypatch.setattr(trt_engine, "calibrated", lambda *args: pytest.fail("the builder was asked"))
     with pytest.raises(RecipeError, match="'a100' .NVIDIA A100. cannot build fp8"):
         build_engine(checkpoint, tmp_path / "engine", card="a100", precision="fp8", calibration=text)
     claimed = replace(load_card("a100"), precisions=("fp8",))
@@ -182,7 +193,7 @@ def test_a_card_without_fp8_is_refused_before_the_builder_is_asked(checkpoint, t
 
 
 def test_a_calibration_that_nothing_uses_is_refused(checkpoint, text, tmp_path):
-    with pytest.raises(RecipeError, match="no fixed scales"):
+    with pytest.raises(RecipeError, match="nothing of this engine is measured"):
         build_engine(checkpoint, tmp_path / "engine", calibration=text)
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tensorrt_llm_ext.checks.comparison import TOLERANCES, Tolerance, compare, row_cosines, rows_beyond, tolerance_of
+from tensorrt_llm_ext.checks.comparison import TOLERANCES, Tolerance, compare, rows_beyond, tolerance_of
+from tensorrt_llm_ext.recipes.contract import row_cosines
 from tensorrt_llm_ext.errors import VerificationFailed
 from tensorrt_llm_ext.taps import Tap
 

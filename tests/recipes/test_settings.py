@@ -104,7 +104,14 @@ H200 = load_card("h200")
 def test_products_that_stay_in_bfloat16_are_the_recipes_where_backend_torch_builds_fp8():
     recipe = Recipe(fp8_kept=("3.down", "0.qkv"))
     assert settings(replace(recipe, precision="fp8"), H200).fp8_kept == ("0.qkv", "3.down")
-    assert settings(recipe, H200).fp8_kept == settings(recipe).fp8_kept == ()
+    assert settings(recipe, H200).fp8_kept is settings(recipe).fp8_kept is None
+    assert settings(replace(recipe, fp8_kept=(), precision="fp8"), H200).fp8_kept == ()
+
+
+def test_what_fp8_may_harm_decides_where_no_products_are_given():
+    assert settings(Recipe(precision="fp8", fp8_harm=0.01), H200).fp8_harm == 0.01
+    assert settings(Recipe(fp8_harm=0.01), H200).fp8_harm is None
+    assert settings(Recipe(precision="fp8", fp8_kept=()), H200).fp8_harm is None
 
 
 @pytest.mark.parametrize("name", ["4.down", "0.q_proj", "down", ""])

@@ -15,11 +15,11 @@ import torch
 
 from tensorrt_llm_ext.backends.torch.decoder import Decoder, Layer
 from tensorrt_llm_ext.backends.torch.plain import quantised
-from tensorrt_llm_ext.backends.torch.sizes import PARTS, is_needed
+from tensorrt_llm_ext.backends.torch.sizes import is_needed
 from tensorrt_llm_ext.backends.torch.values import FP8, HeadNorms, Heads, Linear, Norm, Rope
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
-from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.errors import EngineError
 
@@ -63,8 +63,8 @@ def _layer(load, a: Architecture, number: int, index: WeightIndex, is_fp8: bool)
     attention_norm = Norm(load(prefix + "input_layernorm.weight"), a.norm_eps)
 
     def linear(part: str) -> Linear:
-        weights = [load(f"{prefix}{name}.weight") for name in PARTS[part]]
-        bias = torch.cat([load(f"{prefix}{name}.bias") for name in PARTS[part]]) if biased[part] else None
+        weights = [load(f"{prefix}{name}.weight") for name in PRODUCTS[part]]
+        bias = torch.cat([load(f"{prefix}{name}.bias") for name in PRODUCTS[part]]) if biased[part] else None
         return _linear(weights, bias, is_fp8 and f"{number}.{part}" not in index.kept)
 
     qkv = linear("qkv")

@@ -6,7 +6,7 @@ import math
 
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
-from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
+from tensorrt_llm_ext.checkpoint.layout import decoder_shapes, product_linears
 from tensorrt_llm_ext.recipes.contract import Limits
 
 TOKEN_STEP, SMALL_TOKENS, SMALL_STEP = 1024, 2048, 256
@@ -20,14 +20,6 @@ DETERMINISTIC_STEP = 1024
 and with it the order of summation, by the number of rows. For last rows alone: LAST_STEP."""
 
 TILE = 16  # tokens of the smallest tile of any kernel: what the list of tiles has room for
-
-PARTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""The fused linear layers of a decoder layer, and the checkpoint's layers each is made of."""
 
 FORMULA = (
     "weights up to the highest tap, products of fp8 engines in 1 byte, all else in item = 2 (float32: 4) bytes"
@@ -68,7 +60,7 @@ def workspace_bytes(a: Architecture, limits: Limits, item_bytes: int, is_determi
 
 def weight_bytes(a: Architecture, index: WeightIndex, *, num_layers: int, item_bytes: int, is_fp8: bool) -> int:
     """Bytes that the decoder's weights take on their device, scales included."""
-    kept = {f"model.layers.{layer}.{name}.weight" for layer, part in map(_split, index.kept) for name in PARTS[part]}
+    kept = {f"{name}.weight" for product in index.kept for name in product_linears(product)}
     total = 0
     for name, shape in decoder_shapes(a).items():
         if is_needed(name, num_layers):
@@ -80,8 +72,3 @@ def weight_bytes(a: Architecture, index: WeightIndex, *, num_layers: int, item_b
 def is_needed(name: str, num_layers: int) -> bool:
     """Say whether the first ``num_layers`` layers, the embedding or the final norm need this weight."""
     return not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
-
-
-def _split(key: str) -> tuple[int, str]:
-    layer, part = key.split(".")
-    return int(layer), part

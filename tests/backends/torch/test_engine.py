@@ -11,10 +11,10 @@ import torch
 
 from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.backends.torch import engine as engine_module
-from tensorrt_llm_ext.backends.torch.sizes import PARTS
 from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint import open_checkpoint
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS
 from tensorrt_llm_ext.checks.reference import reference_states
 from tensorrt_llm_ext.errors import BackendError, EngineError, IncompatibleEngine, OutOfMemory
 from tensorrt_llm_ext.fingerprint import token_hash
@@ -132,7 +132,7 @@ def test_products_that_are_kept_stay_out_of_fp8_and_change_the_numbers(engines, 
     (path / "weights.json").write_text(json.dumps(index))
     engine = open_engine(path, dataclasses.replace(read_contract(path), files=()))
     layers = engine._decoder.layers
-    in_bfloat16 = {f"{i}.{p}" for i, w in enumerate(layers) for p in PARTS if getattr(w, p).weight.dtype == torch.bfloat16}
+    in_bfloat16 = {f"{i}.{p}" for i, w in enumerate(layers) for p in PRODUCTS if getattr(w, p).weight.dtype == torch.bfloat16}
     engine.close()
     assert in_bfloat16 == {"3.down", "0.qkv"}
     contract = dataclasses.replace(read_contract(path), files=())
