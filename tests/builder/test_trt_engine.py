@@ -16,7 +16,7 @@ from tensorrt_llm_ext.recipes import load_card, read_contract
 
 trt = pytest.importorskip("tensorrt_rtx_bindings")
 
-CARDS = {"a100": "8.0", "l40s": "8.9", "rtx4090": "8.9", "rtx5090": "12.0", "rtx-pro-6000": "12.0", "dgx-spark": "12.1"}
+CARDS = {"a100": "8.0", "a10": "8.6", "rtx3090": "8.6", "l40s": "8.9", "rtx4090": "8.9", "rtx5090": "12.0", "rtx-pro-6000": "12.0", "dgx-spark": "12.1"}
 TAPS = "final@last,layer:1@all"
 
 
@@ -33,7 +33,7 @@ def engine(checkpoint, tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("card", ["a100", "l40s", "rtx5090", "dgx-spark"])
+@pytest.mark.parametrize("card", ["a100", "a10", "l40s", "rtx5090", "dgx-spark"])
 def test_a_plan_is_built_for_each_capability(card, precision, checkpoint, tmp_path):
     contract = build_engine(checkpoint, tmp_path / "engine", card=card, taps=TAPS, precision=precision)
     assert (contract.backend, contract.builder, contract.builder_version) == ("trt", "tensorrt_rtx", trt.__version__)
@@ -50,7 +50,7 @@ def test_every_card_of_tensorrt_says_what_it_is():
     for name, capability in CARDS.items():
         card = load_card(name)
         assert (card.backend, card.compute_capability) == ("trt", capability) and card.memory_gb
-    assert "fp8" not in load_card("a100").precisions
+    assert not any("fp8" in load_card(name).precisions for name in ("a100", "a10", "rtx3090"))
 
 
 def test_the_directory_holds_the_plan_and_no_graph(engine):
