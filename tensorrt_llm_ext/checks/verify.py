@@ -52,11 +52,15 @@ class Verification:
     def has_passed(self) -> bool:
         """Whether no tap has a wrong row, and the next tokens are the same where that is demanded."""
         same = self.next_tokens is None or not self.next_tokens.num_different or not self.tolerance.same_next_token
-        return same and bool(self.taps) and not any(map(self.num_wrong, self.taps))
+        return same and bool(self.taps) and not any(map(self.num_wrong, self.taps)) and not self.too_far_in_the_mean()
 
     def num_wrong(self, tap: TapComparison) -> int:
         """How many rows of a tap lie beyond the tolerance, and not by float32's own rounding."""
         return tap.num_rows_beyond - sum(o.is_rounding for o in self.second_opinions if o.tap == tap.tap)
+
+    def too_far_in_the_mean(self) -> list[TapComparison]:
+        """The taps whose mean cosine is below what the tolerance allows."""
+        return [tap for tap in self.taps if tap.mean_cosine < self.tolerance.min_mean_cosine]
 
     def to_dict(self) -> dict:
         """The result as JSON types, ``has_passed`` included; a number that JSON lacks (Inf, NaN) is its name."""
@@ -68,6 +72,14 @@ class Verification:
         if self.has_passed:
             return
         beyond = [tap for tap in self.taps if self.num_wrong(tap)]
+        if not beyond and (far := self.too_far_in_the_mean()):
+            raise VerificationFailed(
+                f"the engine's states lie too far from {self.source} in the mean, for {self.dtype}: "
+                + ", ".join(tap.tap for tap in far),
+                expected=f"a mean cosine of at least {self.tolerance.min_mean_cosine}",
+                found=", ".join(f"{tap.mean_cosine:.6f}" for tap in far),
+                fix="build again with more products in bfloat16: a smaller fp8_harm in the recipe",
+            )
         if not beyond:
             raise VerificationFailed(
                 "the states lie within the tolerance, but the output head gives another next token",

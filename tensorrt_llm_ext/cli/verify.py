@@ -72,7 +72,7 @@ def _print(result: Verification, prompts: Prompts) -> None:
     print_table(
         f"{result.num_prompts} prompts, {result.num_tokens:,} tokens of {prompts.source} against {result.source} float32",
         ["tap", "rows", "beyond", "largest difference", "limit there", "where: request, row, column", "expected", "found"]
-        + ["smallest cosine", "where: request, row"],
+        + ["mean cosine", "0.1 % below", "smallest cosine", "where: request, row"],
         [
             [
                 tap.tap,
@@ -83,6 +83,8 @@ def _print(result: Verification, prompts: Prompts) -> None:
                 f"{tap.largest.request_id}, {tap.largest.row}, {tap.largest.column}",
                 f"{tap.largest.expected:.7g}",
                 f"{tap.largest.found:.7g}",
+                f"{tap.mean_cosine:.9f}",
+                f"{tap.lowest_cosine:.9f}",
                 f"{tap.smallest_cosine.cosine:.9f}",
                 f"{tap.smallest_cosine.request_id}, {tap.smallest_cosine.row}",
             ]

@@ -51,7 +51,7 @@ class Recipe:
     """None: the card's."""
     max_padded_tokens: int | None = within(1, default=None)
     """None: twice ``opt_num_tokens``, and at least ``max_num_tokens``."""
-    fp8_harm: float = within(0, 2, default=2e-3)
+    fp8_harm: float = within(0, 2, default=1e-3)
     """How far FP8 may move the states of the highest tap, as the mean of 1 - cosine that calibration measures: the
     products that harm most for their size stay in bfloat16 until the others are within it."""
     fp8_kept: tuple[str, ...] | None = None

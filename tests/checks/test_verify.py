@@ -10,12 +10,12 @@ import pytest
 import tiny
 import transformers
 
-from tensorrt_llm_ext.builder import build_engine
+from tensorrt_llm_ext.builder import build_engine, canaries
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checks import update_canaries, verify
 from tensorrt_llm_ext.checks.rounding import SecondOpinion
 from tensorrt_llm_ext.errors import CanaryError, CheckpointError, EngineError, MissingExtra, VerificationFailed
-from tensorrt_llm_ext.recipes import read_contract
+from tensorrt_llm_ext.recipes import Recipe, read_contract
 from tensorrt_llm_ext.results.record import Failure
 from tensorrt_llm_ext.runtime import Session
 
@@ -56,6 +56,21 @@ def test_a_float16_engine_passes_within_its_own_tolerance(checkpoint_path, tmp_p
     build_engine(checkpoint_path, tmp_path / "engine", precision="float16", max_seq_len=256)
     result = verified(tmp_path / "engine", checkpoint_path, items)
     assert result.has_passed and result.taps[0].largest.difference > 1e-4
+
+
+def test_an_fp8_engine_is_held_to_what_fp8_promises(checkpoint_path, tmp_path, items, monkeypatch):
+    monkeypatch.setitem(canaries.TOLERANCES, "fp8", 0.02)  # a tiny random model's states lie too near for the real one
+    (tmp_path / "text.txt").write_text("Words to calibrate on, of which there are a few.\nAnd a second line.\n")
+    recipe = Recipe(precision="fp8", fp8_harm=1e-4, max_seq_len=256, taps="final@last,final@all")
+    build_engine(checkpoint_path, tmp_path / "engine", recipe=recipe, calibration=tmp_path / "text.txt")
+    result = verified(tmp_path / "engine", checkpoint_path, items)
+    assert result.has_passed and result.dtype == "fp8"
+    for tap in result.taps:
+        assert 0.998 < tap.mean_cosine < 0.999_999_9 and tap.smallest_cosine.cosine <= tap.lowest_cosine < tap.mean_cosine
+    stricter = dataclasses.replace(result, tolerance=dataclasses.replace(result.tolerance, min_mean_cosine=0.999_999_9))
+    assert not stricter.has_passed
+    with pytest.raises(VerificationFailed, match="too far from transformers .* in the mean, for fp8: final@last, final@all"):
+        stricter.raise_if_failed()
 
 
 def test_a_norm_point_under_the_wrong_name_is_found(engine_path, edit_contract, checkpoint_path, items):
