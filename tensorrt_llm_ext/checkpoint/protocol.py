@@ -33,6 +33,15 @@ class TensorInfo:
     length: int | None = None
 
 
+@dataclass(frozen=True)
+class Fp8Scales:
+    """What the values of a weight stored in FP8 are multiplied with, float32 ``[out]``, and the scale of its input: None
+    where that is to be found at every call."""
+
+    weight: np.ndarray
+    activation: float | None
+
+
 class Checkpoint(Protocol):
     """Weights on disk, opened. One tensor is in memory at a time, and only while the caller holds it."""
 
@@ -48,6 +57,11 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> np.ndarray:
         """Read one tensor, C-contiguous; bfloat16 comes as ``ml_dtypes.bfloat16``."""
+        ...
+
+    def fp8_scales(self, linear: str) -> Fp8Scales | None:
+        """Read the scales of a linear whose weight is stored in FP8; None where it is stored in another type. ``tensor``
+        gives such a weight multiplied with them, in float32."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...

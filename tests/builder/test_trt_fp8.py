@@ -11,15 +11,16 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
-from tensorrt_llm_ext.builder import build_engine, calibration, trt_engine
+from tensorrt_llm_ext.builder import build_engine, calibration, canaries, trt_engine
 from tensorrt_llm_ext.builder.calibration import calibrate
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checkpoint.layout import product_linears
-from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError
+from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError, UnsupportedCheckpoint
 from tensorrt_llm_ext.graph import write_decoder
-from tensorrt_llm_ext.graph.fp8 import scale_of
+from tensorrt_llm_ext.graph.fp8 import rounded_to_fp8, scale_of
 from tensorrt_llm_ext.graph.quantisation import Fp8Linears
 from tensorrt_llm_ext.recipes import Recipe, load_card
 from tensorrt_llm_ext.taps import parse_taps
@@ -156,6 +157,44 @@ def test_backend_torch_measures_nothing_where_the_recipe_names_the_products(chec
     assert read_weight_index(tmp_path / "engine").kept == ("1.down",) and "calibration" not in contract.build
     with pytest.raises(RecipeError, match="nothing of this engine is measured"):
         build_engine(checkpoint, tmp_path / "other", card="h200", recipe=recipe, calibration=text)
+
+
+@pytest.mark.parametrize("method", ["modelopt", "compressed-tensors"])
+def test_scales_of_a_quantised_checkpoint_are_read_and_nothing_is_measured(method, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "layer_states", lambda *args, **options: pytest.fail("measured"))
+    monkeypatch.setitem(canaries.TOLERANCES, "fp8", 0.02)  # a tiny random model's states lie too near for the real one
+    folder = tiny.fp8_checkpoint(tmp_path / "checkpoint", method)
+    contract = build_engine(folder, tmp_path / "engine", precision="fp8")
+    assert contract.build["calibration"]["kept_products"] == ["1.down"]
+    assert contract.build["calibration"]["fp8_linears"] == 13 and contract.build["calibration"]["tokens"] == 0
+    name = "model.layers.1.mlp.gate_proj"
+    with safe_open(tmp_path / "engine" / "scales.safetensors", "numpy") as file, open_checkpoint(folder) as opened:
+        stored = opened.fp8_scales(name)
+        assert file.get_tensor(f"{name}.activation_scale") == scale_of(np.float32(0.05) * 448)
+        assert np.allclose(file.get_tensor(f"{name}.weight_scale"), stored.weight, rtol=2**-8)
+        codes = load_file(folder / "model.safetensors")[f"{name}.weight"]
+        written = rounded_to_fp8(opened.tensor(f"{name}.weight"), file.get_tensor(f"{name}.weight_scale")[:, None])
+        assert np.array_equal(written.astype(np.float32), codes.float().numpy())  # the very values that were stored
+    with pytest.raises(InputError, match="brings its own FP8 scales"):
+        build_engine(folder, tmp_path / "other", precision="fp8", calibration=text)
+    with pytest.raises(UnsupportedCheckpoint, match="backend torch does not read the FP8 scales"):
+        build_engine(folder, tmp_path / "other", card="h200", precision="fp8")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
+def test_a_quantised_checkpoint_is_compiled(precision, tmp_path, monkeypatch):
+    pytest.importorskip("tensorrt_rtx_bindings")
+    for name in ("fp8", "bfloat16"):
+        monkeypatch.setitem(canaries.TOLERANCES, name, 0.02)
+    folder = tiny.fp8_checkpoint(tmp_path / "checkpoint", "modelopt")
+    contract = build_engine(folder, tmp_path / "engine", card="l40s", precision=precision)
+    assert contract.activation_dtype == precision and contract.build["plan_bytes"] > 100_000
+
+
+def test_a_quantised_checkpoint_without_scales_of_inputs_is_an_error(tmp_path):
+    folder = tiny.fp8_checkpoint(tmp_path / "checkpoint", "compressed-tensors", input_scale=None)
+    with pytest.raises(BuildError, match="no scale for the input of 'model.layers.0.self_attn.q_proj'"):
+        build_engine(folder, tmp_path / "engine", precision="fp8")
 
 
 def test_a_missing_scale_is_an_error(checkpoint, text, tmp_path):
