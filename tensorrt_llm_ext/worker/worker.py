@@ -168,7 +168,6 @@ class Worker:
                 return False
             if not self._may_run_alone(batch[0]):
                 return True
-            self._since_canary = self.settings.batches_per_canary  # proven and settled before anything else runs
         try:
             ticket = self._session.submit([held.item for held in batch])
         except Refusal as refusal:
