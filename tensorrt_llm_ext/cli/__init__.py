@@ -69,12 +69,13 @@ class _Verbs(click.Group):
             return super().invoke(context)
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+        modules = [module.name for module in pkgutil.iter_modules(__path__)]
+        return sorted(name.replace("_", "-") for name in modules if not name.startswith("_"))
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in self.list_commands(context):
             return None
-        return importlib.import_module(f"{__name__}.{name}").command
+        return importlib.import_module(f"{__name__}.{name.replace('-', '_')}").command
 
     def resolve_command(self, context: click.Context, args: list[str]):
         if args and not args[0].startswith("-") and args[0] not in self.list_commands(context):
@@ -110,7 +111,7 @@ def verb(function: Callable[..., None]) -> click.Command:
             sys.exit(EXIT_INTERRUPTED)
 
     json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-    return click.command(function.__module__.rpartition(".")[2])(json_option(run))
+    return click.command(function.__module__.rpartition(".")[2].replace("_", "-"))(json_option(run))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorrt_llm_ext.cli import EXIT_INTERRUPTED, exit_code, verb
+from tensorrt_llm_ext.cli._prompts import prompt_options
 from tensorrt_llm_ext.cli._streams import is_terminal
 
 if TYPE_CHECKING:
@@ -35,29 +36,7 @@ _EXIT_REFUSED = 3
     help="Prompts: .jsonl or .txt (either may be .gz), .parquet, a folder written by save_to_disk, or - for standard input.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the dataset: new, or with --resume.")
-@click.option(
-    "--format",
-    type=click.Choice(["jsonl", "text", "parquet", "arrow"]),
-    help="What the input is.  [default: by its extension; standard input is jsonl]",
-)
-@click.option("--text-field", metavar="NAME", help="Field that holds the prompt as text.  [default: text]")
-@click.option("--messages-field", metavar="NAME", help="Field that holds chat messages, for the checkpoint's chat template.")
-@click.option("--ids-field", metavar="NAME", help="Field that holds token ids.")
-@click.option("--id-field", metavar="NAME", help="Field that holds the request id.  [default: the row number, from 0]")
-@click.option("--prefix", help="Text put before every prompt.")
-@click.option("--add-generation-prompt", is_flag=True, help="End chat messages where the assistant's turn begins.")
-@click.option(
-    "--special-tokens",
-    type=click.Choice(["tokenizer", "none"]),
-    help="Whether the tokenizer adds its special tokens.  [default: tokenizer; none for messages, whose template has them]",
-)
-@click.option("--max-length", type=click.IntRange(min=1), metavar="N", help="Most tokens.  [default: what the engine takes]")
-@click.option(
-    "--too-long",
-    type=click.Choice(["refuse", "truncate-left", "truncate-right"]),
-    default="refuse",
-    help="What to do beyond --max-length: refuse the row, or cut tokens at this side (counted, special tokens kept).",
-)
+@prompt_options
 @click.option("--taps", metavar="TAPS", help="Of the engine's taps, those to store, or eagle3.  [default: all]")
 @click.option(
     "--loss-mask",

@@ -5,7 +5,9 @@ from tensorrt_llm_ext.worker.connection import Access
 from tensorrt_llm_ext.worker.in_process import InProcessBroker
 from tensorrt_llm_ext.worker.jetstream import JetStreamBroker
 from tensorrt_llm_ext.worker.metrics import Metrics, MetricsServer
+from tensorrt_llm_ext.worker.status import Status, status_of
 from tensorrt_llm_ext.worker.storing import StoreSettings, StoreWriter
+from tensorrt_llm_ext.worker.submitting import SubmitReport, make_stream, submit
 from tensorrt_llm_ext.worker.wanted import Difference, StreamSettings, Wanted, differences
 from tensorrt_llm_ext.worker.worker import Worker, WorkerSettings, WorkReport
 
@@ -22,12 +24,17 @@ __all__ = [
     "MetricsServer",
     "NotPublished",
     "Published",
+    "Status",
     "StoreSettings",
     "StoreWriter",
     "StreamSettings",
+    "SubmitReport",
     "Wanted",
     "WorkReport",
     "Worker",
     "WorkerSettings",
     "differences",
+    "make_stream",
+    "status_of",
+    "submit",
 ]

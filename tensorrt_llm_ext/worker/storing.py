@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorrt_llm_ext.errors import InputError, LeaseLost, StoreError
-from tensorrt_llm_ext.store import Fence, columns_of
+from tensorrt_llm_ext.store import Fence
 from tensorrt_llm_ext.worker.broker import Broker, Delivery
 from tensorrt_llm_ext.worker.door import wanted_by
 from tensorrt_llm_ext.worker.events import Events
@@ -22,6 +22,7 @@ from tensorrt_llm_ext.worker.lease import Lease
 from tensorrt_llm_ext.worker.messages import Answer, answer_from_delivery
 from tensorrt_llm_ext.worker.metrics import Metrics
 from tensorrt_llm_ext.worker.partition import Partition, dataset_folder
+from tensorrt_llm_ext.worker.wanted import check_taps
 
 _IDLE_S = 0.05
 
@@ -65,7 +66,7 @@ class StoreWriter:
         self._events = Events(writer=self.name, stream=broker.stream, partition=partition)
         self._last_answer = time.monotonic()
         self.wanted = wanted_by(broker)
-        columns_of(self.wanted.contract)
+        check_taps(self.wanted)
         if not 0 <= partition < self.wanted.settings.num_partitions:
             raise InputError(
                 "the stream has no such partition",

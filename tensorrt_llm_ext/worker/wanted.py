@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from tensorrt_llm_ext.errors import BrokerError, InputError, Refusal
+from tensorrt_llm_ext.errors import BrokerError, InputError, Refusal, TapError
 from tensorrt_llm_ext.fingerprint import canonical_json, fingerprint
 from tensorrt_llm_ext.inputs import TokenPolicy
 from tensorrt_llm_ext.recipes.contract import Contract
@@ -184,6 +184,18 @@ def check_priority(priority: str) -> str:
             fix="leave it out: normal is the default",
         )
     return priority
+
+
+def check_taps(wanted: Wanted) -> None:
+    """Raise TapError for taps whose rows a stream's store does not hold."""
+    contract = wanted.contract
+    if many := [tap.spelling(contract.architecture.num_layers) for tap in contract.taps if tap.rows == "all"]:
+        raise TapError(
+            "a stream's store holds one row a request, and these taps give one for each token",
+            expected="rows last or mean",
+            found=", ".join(many),
+            fix="build an engine with taps @last or @mean, or use `trtllm-extract run` for taps @all",
+        )
 
 
 def lines_of(found: Sequence[Difference]) -> tuple[str, str]:

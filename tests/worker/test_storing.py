@@ -291,10 +291,10 @@ def test_a_folder_of_another_stream_is_refused(local, wanted, session, tmp_path)
 def test_a_partition_that_is_not_there_and_taps_of_all_rows_are_refused_at_once(local, tmp_path):
     with pytest.raises(InputError, match="the stream has no such partition"):
         StoreWriter(local, tmp_path, 1)
-    engine = write_engine(tmp_path / "engine", Toy(taps=(LAST, ALL), limits=LIMITS))
+    engine = write_engine(tmp_path / "engine", Toy(taps=(ALL,), limits=LIMITS))
     broker = InProcessBroker()
     make_stream(broker, wanted_of(engine))
-    with pytest.raises(TapError):
+    with pytest.raises(TapError, match="a stream's store holds one row a request"):
         StoreWriter(broker, tmp_path, 0)
 
 

@@ -1,0 +1,156 @@
+"""Submitting: rows of an input become work items on a stream; the first submitter says what the stream asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from tensorrt_llm_ext.errors import BrokerError, Refusal
+from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
+from tensorrt_llm_ext.worker.broker import Broker, NotPublished, Published
+from tensorrt_llm_ext.worker.messages import message_from_work
+from tensorrt_llm_ext.worker.wanted import KEY, Wanted, check_priority, check_taps, read_wanted
+
+_ROWS_AT_ONCE = 512
+
+
+@dataclass
+class SubmitReport:
+    """What became of the rows: ``submitted + already_submitted + refused = read``."""
+
+    read: int = 0
+    submitted: int = 0
+    already_submitted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by code
+    num_tokens: int = 0  # submitted
+
+    @property
+    def shortfall(self) -> int:
+        """Rows that are nowhere; anything but 0 is a defect."""
+        return self.read - self.submitted - self.already_submitted - self.refused.total()
+
+    def to_dict(self) -> dict:
+        return {
+            "read": self.read,
+            "submitted": self.submitted,
+            "already_submitted": self.already_submitted,
+            "refused": self.refused.total(),
+            "refused_by_code": dict(sorted(self.refused.items())),
+            "tokens": self.num_tokens,
+            "shortfall": self.shortfall,
+        }
+
+
+def make_stream(broker: Broker, wanted: Wanted) -> Wanted:
+    """Make the stream that asks for this, or go on with one that is there; returns what it asks for.
+
+    A chat template that writes the date goes on with the date of the first submit. Raises TapError for taps whose rows no
+    message carries, BrokerError with every difference when the stream asks for something else.
+    """
+    check_taps(wanted)
+    broker.create(wanted.settings)
+    if broker.put("facts", KEY, wanted.to_json(), revision=0) is not None:
+        return wanted
+    there = read_wanted(broker.get("facts", KEY).value, broker.stream)
+    dated = dataclasses.replace(wanted.policy, template_date=there.policy.template_date)
+    asked = dataclasses.replace(wanted, policy=dated)
+    if asked.version == there.version:
+        return there
+    mine, theirs = _flat(asked.to_dict()), _flat(there.to_dict())
+    names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    raise BrokerError(
+        f"the stream '{broker.stream}' asks for something else",
+        expected="; ".join(f"{name} {theirs.get(name)}" for name in names)[:2000],
+        found="; ".join(f"{name} {mine.get(name)}" for name in names)[:2000],
+        fix="submit with the engine and the options that made the stream, or name another stream",
+    )
+
+
+def submit(
+    rows: Iterable[AcceptedRow | RefusedRow],
+    broker: Broker,
+    wanted: Wanted,
+    *,
+    priority: str = "normal",
+    on_refused: Callable[[int, str | None, Refusal], None] = lambda row, request_id, refusal: None,
+) -> SubmitReport:
+    """Put every row on the stream once: a request id that is there already, with the same tokens, stays as it is.
+
+    ``on_refused`` hears of each row that is not there at the end: its number, request id and reason.
+    """
+    check_priority(priority)
+    report, stream = SubmitReport(), iter(rows)
+    while some := list(islice(stream, _ROWS_AT_ONCE)):
+        report.read += len(some)
+        refused = [(row.number, row.request_id, row.refusal) for row in some if isinstance(row, RefusedRow)]
+        accepted = [row for row in some if isinstance(row, AcceptedRow)]
+        refused += _published(accepted, broker, wanted, priority, report)
+        for number, request_id, refusal in refused:
+            report.refused[refusal.code] += 1
+            on_refused(number, request_id, refusal)
+    return report
+
+
+def _published(
+    rows: Sequence[AcceptedRow], broker: Broker, wanted: Wanted, priority: str, report: SubmitReport
+) -> list[tuple[int, str, Refusal]]:
+    """Publish rows and count them; the ones the broker did not take, with the reason."""
+    outcomes = broker.publish([message_from_work(row.item, wanted, priority) for row in rows])
+    there = [
+        (row, outcome)
+        for row, outcome in zip(rows, outcomes, strict=True)
+        if isinstance(outcome, Published) and outcome.is_duplicate or isinstance(outcome, NotPublished) and outcome.code == "taken"
+    ]
+    bodies = broker.work([outcome.sequence or 0 for _, outcome in there])
+    known = {id(row): body for (row, _), body in zip(there, bodies, strict=True)}
+    refused = []
+    for row, outcome in zip(rows, outcomes, strict=True):
+        if id(row) in known:
+            if _token_hash(known[id(row)]) == row.item.token_hash:
+                report.already_submitted += 1
+            else:
+                refused.append((row.number, row.item.request_id, _conflict(row.item.request_id)))
+        elif isinstance(outcome, NotPublished):
+            refused.append((row.number, row.item.request_id, _not_taken(outcome)))
+        else:
+            report.submitted += 1
+            report.num_tokens += len(row.item.token_ids)
+    return refused
+
+
+def _token_hash(body: bytes | None) -> str | None:
+    try:
+        return json.loads(body or b"{}").get("token_hash")
+    except (ValueError, AttributeError):
+        return None
+
+
+def _conflict(request_id: str) -> Refusal:
+    return Refusal(
+        "conflicting_id",
+        "the stream has a work item of this request id",
+        expected="each request id once",
+        found=f"{request_id!r} again, with other tokens",
+        fix="give each request an id of its own",
+    )
+
+
+def _not_taken(outcome: NotPublished) -> Refusal:
+    return Refusal(
+        outcome.code,
+        "the broker did not take the work item",
+        expected="a message within the stream's bounds",
+        found=outcome.found,
+        fix="shorten it, or make a stream with larger bounds",
+    )
+
+
+def _flat(value: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, part in value.items():
+        flat |= _flat(part, f"{prefix}{name}.") if isinstance(part, dict) else {prefix + name: part}
+    return flat

@@ -1,0 +1,80 @@
+"""Submitting: each row once on the stream, by request id; the first submitter says what the stream asks for."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+from toy_engines import ALL, Toy, work_item, write_engine
+from toy_streams import LIMITS, QUICK, items, wanted_of
+
+from tensorrt_llm_ext.errors import BrokerError, Refusal, TapError
+from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
+from tensorrt_llm_ext.worker import InProcessBroker, StoreSettings, StoreWriter, Worker, WorkerSettings, make_stream, status_of, submit
+
+BAD = RefusedRow(3, None, 4, "bad", Refusal("too_long", "long", expected="8", found="9", fix="cut"))
+
+
+def rows_of(work):
+    return [AcceptedRow(number, None, item) for number, item in enumerate(work)]
+
+
+def test_submitting_again_adds_only_what_is_missing(broker, wanted):
+    make_stream(broker, wanted)
+    first = submit(rows_of(items(15)[:10]), broker, wanted)
+    assert (first.read, first.submitted, first.already_submitted, first.shortfall) == (10, 10, 0, 0)
+    second = submit(rows_of(items(15)), broker, wanted)
+    assert (second.read, second.submitted, second.already_submitted, second.shortfall) == (15, 5, 10, 0)
+    assert broker.counts().num_work == 15
+
+
+def test_the_same_id_with_other_tokens_is_refused_and_a_refused_row_is_told(broker, wanted):
+    make_stream(broker, wanted)
+    submit(rows_of([work_item("a", [1, 2])]), broker, wanted)
+    told = []
+    rows = [*rows_of([work_item("a", [1, 3]), work_item("b", [4])]), BAD]
+    report = submit(rows, broker, wanted, on_refused=lambda *row: told.append(row))
+    assert (report.read, report.submitted, report.refused, report.shortfall) == (3, 1, {"conflicting_id": 1, "too_long": 1}, 0)
+    assert {(row, request_id, refusal.code) for row, request_id, refusal in told} == {(3, "bad", "too_long"), (0, "a", "conflicting_id")}
+
+
+def test_an_item_larger_than_a_message_is_refused(engine):
+    wanted = wanted_of(engine, dataclasses.replace(QUICK, max_message_bytes=300))
+    broker = InProcessBroker()
+    make_stream(broker, wanted)
+    report = submit(rows_of([work_item("a" * 400, [1])]), broker, wanted)
+    assert report.refused == {"too_large": 1} and report.submitted == 0
+
+
+def test_a_stream_that_asks_for_something_else_is_an_error_with_the_differences(broker, wanted):
+    assert make_stream(broker, wanted) == wanted
+    dated = dataclasses.replace(wanted, policy=dataclasses.replace(wanted.policy, template_date="2001-01-01"))
+    assert make_stream(broker, dated) == wanted  # another day
+    other = dataclasses.replace(wanted, settings=dataclasses.replace(QUICK, num_partitions=3))
+    with pytest.raises(BrokerError, match="asks for something else") as caught:
+        make_stream(broker, other)
+    assert (caught.value.expected, caught.value.found) == ("settings.num_partitions 2", "settings.num_partitions 3")
+
+
+def test_taps_of_all_rows_make_no_stream(tmp_path):
+    engine = write_engine(tmp_path / "engine", Toy(taps=(ALL,), limits=LIMITS))
+    with pytest.raises(TapError):
+        make_stream(InProcessBroker(), wanted_of(engine))
+
+
+def test_the_status_follows_items_from_waiting_to_stored(broker, wanted, session, tmp_path):
+    make_stream(broker, wanted)
+    submit(rows_of([*items(20), work_item("nan", [96])]), broker, wanted)
+    status = status_of(broker)
+    assert (status.submitted, status.open, status.is_done, sum(status.waiting.values())) == (21, 21, False, 21)
+    Worker(session, broker, settings=WorkerSettings(name="w", leave_when_idle_s=0.3)).run()
+    status = status_of(broker)
+    assert (status.unstored, status.open, sum(status.waiting.values())) == (21, 21, 0)
+    assert status.workers["w"]["convention"] == "prefix_sum"
+    for number in (0, 1):
+        StoreWriter(broker, tmp_path, number, settings=StoreSettings(leave_when_idle_s=0.3)).run()
+    status = status_of(broker)
+    assert (status.stored, status.failed, status.open, status.is_done, status.unstored) == (20, 1, 0, True, 0)
+    assert status.by_code == {"not_finite": 1} and json.dumps(status.to_dict())
+    time.sleep(QUICK.lease_s * 1.5)
+    assert status_of(broker).workers == {}  # it has left
