@@ -36,10 +36,11 @@ class TensorInfo:
 @dataclass(frozen=True)
 class Fp8Scales:
     """What the values of a weight stored in FP8 are multiplied with, float32 ``[out]``, and the scale of its input: None
-    where that is to be found at every call."""
+    where that is to be found at every call. ``values`` says where the weight's values lie, of type float8_e4m3fn."""
 
     weight: np.ndarray
     activation: float | None
+    values: TensorInfo
 
 
 class Checkpoint(Protocol):

@@ -64,7 +64,11 @@ class ExternalWeights:
         return self._add(g, name, dtype, info.shape, lambda: self._checkpoint.tensor(name), info if stays else None)
 
     def quantised(self, g: Graph, name: str, scales: np.ndarray) -> str:
-        """Add the tensor ``[out, in]``, divided by the scales ``[out]`` and rounded to float8_e4m3fn."""
+        """Add the tensor ``[out, in]``, divided by the scales ``[out]`` and rounded to float8_e4m3fn; where it is stored so
+        already, the scales are its own, and its values stay as they are."""
+        stored = self._checkpoint.fp8_scales(name.removesuffix(".weight"))
+        if stored is not None:
+            return self._add(g, name, FP8, stored.values.shape, lambda: _raw_fp8(stored.values), stored.values)
         read = lambda: rounded_to_fp8(self._checkpoint.tensor(name), scales[:, None])  # noqa: E731
         return self._add(g, name, FP8, self._checkpoint.info(name).shape, read, None)
 
@@ -127,6 +131,10 @@ class ExternalWeights:
                 used[weight.in_place.file] += weight.in_place.length
         worth = [file for file in used if used[file] >= MIN_PART_USED * file.stat().st_size]
         return {file: LINKED_FILE.format(number) for number, file in enumerate(worth, 1)}
+
+
+def _raw_fp8(info: TensorInfo) -> np.ndarray:
+    return np.fromfile(info.file, NUMPY_TYPES[FP8], info.length, offset=info.offset)
 
 
 def link(source: Path, target: Path) -> bool:
