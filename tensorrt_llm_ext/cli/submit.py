@@ -27,7 +27,7 @@ _EXIT_FAILED, _EXIT_REFUSED = 1, 3
 @prompt_options
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Read at most N rows.  [default: all]")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal", help="Share of the workers' tokens.")
-@click.option("--partitions", type=click.IntRange(1, 1024), default=1, help="Datasets the results are spread over; fixed by the first submit.")
+@click.option("--partitions", type=click.IntRange(1, 1024), metavar="N", help="Datasets the results are spread over.  [default: 1; later, as the stream has it]")
 @click.option("--fail-on-refused", is_flag=True, help="Exit with 3 when rows were refused.")
 def command(
     source: str,
@@ -39,7 +39,7 @@ def command(
     id_field: str | None,
     limit: int | None,
     priority: str,
-    partitions: int,
+    partitions: int | None,
     fail_on_refused: bool,
     as_json: bool,
     **options: object,
@@ -67,7 +67,9 @@ def command(
     policy = token_policy(fields, tokenizer, contract.limits, **options)
     event = Events(input=opened.name)
     with opened_broker("submit", **access) as broker:
-        wanted = make_stream(broker, Wanted(contract, policy, StreamSettings(num_partitions=partitions)))
+        settings = StreamSettings() if partitions is None else StreamSettings(num_partitions=partitions)
+        defaults = vars(settings).keys() - ({"num_partitions"} if partitions else set())
+        wanted = make_stream(broker, Wanted(contract, policy, settings), defaults=defaults)
         vocab_size = contract.architecture.vocab_size
         rows = work_items(islice(opened.rows(), limit), fields, tokenizer, wanted.policy, vocab_size=vocab_size, source=opened.name)
         report = submit(

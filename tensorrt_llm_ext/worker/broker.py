@@ -113,7 +113,7 @@ class Broker(Protocol):
         """The bodies of work items by their sequence; None for one that is not there."""
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
-        """The value of a key."""
+        """The value of a key; None where there is none, or no such stream."""
 
     def put(self, bucket: Bucket, key: str, value: bytes, *, revision: int | None = None) -> int | None:
         """Set a key; with ``revision`` only while that is its newest (0: while it has none), else return None."""

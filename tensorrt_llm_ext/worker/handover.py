@@ -38,6 +38,7 @@ class Handover:
         self.num_tokens = 0  # of records the broker has
         self.num_records = 0
         self.num_outcomes = 0
+        self.last_persisted = time.monotonic()
         self._broker = broker
         self._wanted = wanted
         self._held = held
@@ -151,6 +152,7 @@ class Handover:
         self._metrics.tokens.inc(num_tokens)
         self._held.release(answered.held for answered in persisted if answered.held is not None)
         with self._changed:
+            self.last_persisted = time.monotonic()
             self.num_tokens += num_tokens
             self.num_records += len(records)
             self.num_outcomes += len(others)

@@ -124,7 +124,6 @@ class InProcessBroker:
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
         with self._lock:
-            self._made()
             entry, until = self._entries.get((bucket, key), (None, 0.0))
             return entry if until > time.monotonic() else None
 
@@ -133,8 +132,9 @@ class InProcessBroker:
             entry = self.get(bucket, key)
             if revision is not None and revision != (entry.revision if entry else 0):
                 return None
+            lease_s = self._made().lease_s
             self._revision += 1
-            until = time.monotonic() + self._made().lease_s if bucket == "leases" else float("inf")
+            until = time.monotonic() + lease_s if bucket == "leases" else float("inf")
             self._entries[bucket, key] = Entry(bytes(value), self._revision), until
             return self._revision
 

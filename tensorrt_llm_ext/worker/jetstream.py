@@ -187,7 +187,7 @@ class JetStreamBroker:
         async def read() -> Entry | None:
             try:
                 entry = await (await self._bucket(bucket)).get(key)
-            except KeyNotFoundError:
+            except (KeyNotFoundError, BrokerError):  # BrokerError: there is no such stream, so no such key
                 return None
             return Entry(entry.value or b"", entry.revision)
 

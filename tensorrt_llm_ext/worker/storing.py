@@ -104,7 +104,7 @@ class StoreWriter:
         self._events("lease_taken", token=lease.token)
         fence = Fence(dataset_folder(self._out, self.partition).with_suffix(".fence"), lease.token)
         partition = Partition(self._broker, self.wanted, self._out, self.partition, fence)
-        self.state = "storing"
+        self.state, self._last_answer = "storing", time.monotonic()
         try:
             self._publish_facts(partition)
             while not stop.is_set() and not self._is_idle_too_long():

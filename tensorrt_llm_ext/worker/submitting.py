@@ -45,19 +45,21 @@ class SubmitReport:
         }
 
 
-def make_stream(broker: Broker, wanted: Wanted) -> Wanted:
+def make_stream(broker: Broker, wanted: Wanted, *, defaults: Iterable[str] = ()) -> Wanted:
     """Make the stream that asks for this, or go on with one that is there; returns what it asks for.
 
-    A chat template that writes the date goes on with the date of the first submit. Raises TapError for taps whose rows no
+    ``defaults`` names settings nobody chose: a stream that is there keeps its own. A chat template that writes the date goes on with the date of the first submit. Raises TapError for taps whose rows no
     message carries, BrokerError with every difference when the stream asks for something else.
     """
     check_taps(wanted)
-    broker.create(wanted.settings)
-    if broker.put("facts", KEY, wanted.to_json(), revision=0) is not None:
-        return wanted
+    if broker.get("facts", KEY) is None:
+        broker.create(wanted.settings)
+        if broker.put("facts", KEY, wanted.to_json(), revision=0) is not None:
+            return wanted
     there = read_wanted(broker.get("facts", KEY).value, broker.stream)
     dated = dataclasses.replace(wanted.policy, template_date=there.policy.template_date)
-    asked = dataclasses.replace(wanted, policy=dated)
+    kept = {name: getattr(there.settings, name) for name in defaults}
+    asked = dataclasses.replace(wanted, policy=dated, settings=dataclasses.replace(wanted.settings, **kept))
     if asked.version == there.version:
         return there
     mine, theirs = _flat(asked.to_dict()), _flat(there.to_dict())

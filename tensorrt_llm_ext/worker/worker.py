@@ -56,6 +56,7 @@ class WorkReport:
     num_batches: int
     batch_fill: float | None  # mean of tokens over budget
     seconds: float
+    busy_seconds: float  # from joining to the last answer that was persisted
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -103,6 +104,7 @@ class Worker:
         self._handover = Handover(self._broker, self.wanted, self.held, self.metrics, self._events)
         self._intake = Intake(self._broker, self.wanted, self.held, self._handover.refuse, self.name, self.facts)
         self.state = "working"
+        self._joined = time.monotonic()
         self._events("joined", engine=self._session.contract.engine_fingerprint(), budget=budget_of(limits))
         self._handover.start()
         self._intake.start()
@@ -314,4 +316,5 @@ class Worker:
             len(fills),
             fill,
             seconds,
+            handover.last_persisted - self._joined,
         )

@@ -53,6 +53,7 @@ def test_a_stream_that_asks_for_something_else_is_an_error_with_the_differences(
     other = dataclasses.replace(wanted, settings=dataclasses.replace(QUICK, num_partitions=3))
     with pytest.raises(BrokerError, match="asks for something else") as caught:
         make_stream(broker, other)
+    assert make_stream(broker, other, defaults=["num_partitions"]) == wanted  # nobody chose the number
     assert (caught.value.expected, caught.value.found) == ("settings.num_partitions 2", "settings.num_partitions 3")
 
 
