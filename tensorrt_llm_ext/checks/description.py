@@ -20,6 +20,8 @@ from tensorrt_llm_ext.errors import InputError
 from tensorrt_llm_ext.recipes import Card, Recipe
 from tensorrt_llm_ext.recipes.contract import FILE_NAME as CONTRACT
 from tensorrt_llm_ext.results.payload import FORMAT as RECORD_FORMAT
+from tensorrt_llm_ext.store import STATES_NAME
+from tensorrt_llm_ext.store.manifest import HEADER_NAME
 
 _LARGEST_TEXT = 64 << 20  # bytes: what is larger is no contract, recipe or card, and is not read to find out
 _NAMES_SHOWN = 5
@@ -57,6 +59,10 @@ def _is_dataset(path: Path) -> bool:
     return any((folder / "_versions").is_dir() for folder in (path, path / "vectors.lance"))
 
 
+def _is_states(path: Path) -> bool:
+    return any((folder / HEADER_NAME).is_file() and (folder / "index").is_dir() for folder in (path, path / STATES_NAME))
+
+
 def _is_checkpoint_folder(path: Path) -> bool:
     return path.is_dir() and ((path / "config.json").is_file() or any(path.glob("*.gguf")))
 
@@ -89,6 +95,7 @@ def _is_recipe(path: Path) -> bool:
 KINDS = (
     Kind("an engine directory: a folder with contract.json", _is_engine, facts.of_engine),
     Kind("a dataset of vectors: a folder that run wrote, or the Lance folder in it", _is_dataset, facts.of_dataset),
+    Kind("a dataset of states: a folder that run wrote with taps @all, or the folder states in it", _is_states, facts.of_states),
     Kind("a checkpoint: a folder with config.json, or with a GGUF file", _is_checkpoint_folder, facts.of_checkpoint),
     Kind("a checkpoint: a GGUF file", _is_gguf, facts.of_checkpoint),
     Kind("a record payload: a safetensors file with our header", _is_record, facts.of_record),

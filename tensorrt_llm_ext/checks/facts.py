@@ -126,6 +126,32 @@ def of_dataset(path: Path) -> Description:
     return Description("dataset", f"{len(vectors)} requests to {origin.model_name}", facts)
 
 
+def of_states(path: Path) -> Description:
+    """Describe a dataset of states by its header and its index; shards are not read."""
+    from tensorrt_llm_ext.store import read_states_header, states_folder
+    from tensorrt_llm_ext.store.index import read_parts
+    from tensorrt_llm_ext.store.manifest import read_manifest
+
+    folder = states_folder(path)
+    header, parts = read_states_header(folder), read_parts(folder)
+    origin = header.origin
+    num_sequences = sum(part.num_sequences for part in parts)
+    part = header.job.get("sharding")
+    facts: dict[str, Fact] = {
+        "sequences": f"{num_sequences}, {sum(part.num_rows for part in parts)} tokens",
+        "states": [
+            f"{column.tap.spelling(origin.num_layers)} in {column.name}: {column.stored_dtype} [{column.hidden_size}]"
+            for column in header.columns
+        ],
+        "loss_mask": f"{header.job['policy']['loss_mask']}",
+        "shards": f"{len(parts)}, {decimal(sum(part.shard.num_bytes for part in parts))}",
+        "finished": "yes" if read_manifest(folder) is not None else "no: go on with run --resume",
+        "part_of_a_run": f"{part['index']}/{part['count']}" if part else "the whole",
+        **_origin_facts(origin),
+    }
+    return Description("dataset", f"states of {num_sequences} requests to {origin.model_name}", facts)
+
+
 def of_weights(path: Path) -> Description:
     """Describe a safetensors file that is neither a record nor a whole checkpoint."""
     tensors = stored_tensors(path)

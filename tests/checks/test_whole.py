@@ -177,3 +177,11 @@ def test_the_verb_s_exit_code_is_the_answer(out):
     truncated_shard(out)
     result = CliRunner().invoke(main, ["check", str(out)])
     assert result.exit_code == 1 and "DAMAGED shard-000001" in result.stdout
+
+
+def test_show_says_what_it_is(out):
+    for path in (out, out / "states"):
+        result = CliRunner().invoke(main, ["show", str(path)])
+        assert result.exit_code == 0 and "states of 46 requests to toy" in result.stdout and "the whole" in result.stdout
+    unfinished(out)
+    assert "go on with run --resume" in CliRunner().invoke(main, ["show", str(out)]).stdout
