@@ -39,7 +39,8 @@ class WorkerSettings:
 
     name: str | None = None
     max_tokens_in_flight: int | None = None  # taken from the broker and not settled
-    batches_per_canary: int = 4
+    batches_per_canary: int = 4  # a canary follows so many batches, or the batch after so many seconds
+    canary_s: float = 5.0
     drain_s: float = 60.0  # for handing over what is computed, once the worker is asked to stop
     leave_when_idle_s: float | None = None  # end by itself when no work came for so long
 
@@ -86,6 +87,7 @@ class Worker:
         self._in_flight: deque[tuple[list[HeldItem] | None, Ticket | CanaryTicket]] = deque()
         self._unproven: list[tuple[HeldItem, Record | Failure]] = []
         self._since_canary = 0
+        self._unproven_since = 0.0  # when the first batch after the newest canary was submitted
         self._is_one_alone = False  # the newest batch is a suspect, of which nothing else may suffer
         self._num_reopened = 0
         self._fills: list[float] = []  # a sum and a number would do; a batch is seconds of work
@@ -154,7 +156,8 @@ class Worker:
         return False
 
     def _submit_next(self) -> bool:
-        if self._since_canary >= self.settings.batches_per_canary:
+        is_late = self._since_canary and time.monotonic() - self._unproven_since > self.settings.canary_s
+        if is_late or self._since_canary >= self.settings.batches_per_canary:
             self._submit_canary()
             return True
         if self._is_one_alone and self._has_unsettled():
@@ -179,6 +182,7 @@ class Worker:
             self._recover(batch, error)
             return True
         self._in_flight.append((batch, ticket))
+        self._unproven_since = self._unproven_since if self._since_canary else time.monotonic()
         self._since_canary += 1
         fill = sum(held.num_tokens for held in batch) / budget_of(limits)
         self._fills.append(fill)

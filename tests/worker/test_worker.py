@@ -327,3 +327,22 @@ def test_a_record_larger_than_a_message_is_refused_with_the_numbers(tmp_path):
     answers = answers_of(broker, wanted)
     assert isinstance(answers[2], Record) and answers[1].code == "result_too_large"
     assert answers[1].expected == "at most 3,000 bytes" and "bytes; the stream takes 3,000" in answers[1].found
+
+
+@pytest.mark.parametrize("canary_s, most", [(0.0, 1), (1000.0, 4)])
+def test_answers_are_proven_after_some_batches_or_some_seconds(local, wanted, session, canary_s, most):
+    local.publish(work_messages(wanted, items(200)))
+    runs, batches = [], []
+
+    def submit(batch):
+        batches.append(batch)
+        return session.submit(batch)
+
+    def submit_canaries():
+        runs.append(len(batches))
+        batches.clear()
+        return session.submit_canaries()
+
+    watched = Wrapped(session, submit=submit, submit_canaries=submit_canaries)
+    Worker(watched, local, settings=dataclasses.replace(IDLE, canary_s=canary_s)).run()
+    assert len(answers_of(local, wanted)) == 200 and max(runs) == most
