@@ -2,10 +2,9 @@
 
 A sample of sequences, from the first to the last, is run through the checkpoint layer by layer in float32
 (``builder.layer_states``), and each slot is compared with the state of every layer, on both sides of the final norm: the
-nearest is what the slot is. Rows that are not clearly near one are tried as rows of another sequence of the sample, as rows divided by their
-length, and as rows of the same tokens with a BOS more or less. What can be seen without computing is looked at everywhere:
-files that are not whole, rows that are not as many as tokens, padding, values that are not finite, sequences that are there
-twice or not at all, and, against the input, token ids that are another row's.
+nearest is what the slot is (``recomputed``). What can be seen without computing is looked at everywhere (``faults``): files that
+are not whole, rows that are not as many as tokens, padding, values that are not finite, sequences that are there twice or not
+at all, and, against the input, token ids that are another row's.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def audit(
 ) -> Audit:
     """Audit a dump against a checkpoint.
 
-    ``reference`` holds the token ids that should be there, by key (row number or id), in the order of the input; ``layers`` says
-    which layers the auxiliary slots should be, as numbers or ``eagle3``. Raises InputError for a dump without sequences.
+    ``reference`` holds the token ids that should be there, by key (row number or id), in the order of the input; ``layers``
+    says which layers the auxiliary slots should be, as numbers or ``eagle3``. Raises InputError for a dump without sequences.
     """
     if not dump.entries:
         raise InputError("the dump holds no sequence", expected="at least one", found="none", fix="name another folder")

@@ -81,7 +81,8 @@ def against_reference(
     if found_at and _is_textual_order(found_at, list(reference)):
         where = f"{len(found_at)} sequences, the first '{next(iter(found_at))}'"
         first = next(iter(found_at.items()))
-        return [*faults, Fault("textual_order", where, "rows in the order of their numbers", f"'{first[0]}' is row '{first[1]}'")]
+        found = f"'{first[0]}' is row '{first[1]}'"
+        return [*faults, Fault("textual_order", where, "rows in the order of their numbers", found)]
     wrong = [_wrong_tokens(key, held[key].token_ids, reference[key], row) for key, row in found_at.items()]
     return faults + [fault for fault in wrong if not (may_be_padded and fault.code == "padded")]
 
@@ -101,7 +102,8 @@ def _wrong_tokens(key: str, tokens: np.ndarray, right: np.ndarray, row: str | No
     if len(tokens) < len(right) and np.array_equal(tokens, right[: len(tokens)]):
         return Fault("truncated", key, expected, f"its first {len(tokens)} tokens")
     if len(tokens) > len(right) and np.array_equal(tokens[: len(right)], right):
-        return Fault("padded", key, expected, f"{len(tokens) - len(right)} tokens more: {tokens[len(right) :][:_SHOWN].tolist()}")
+        more = tokens[len(right) :]
+        return Fault("padded", key, expected, f"{len(more)} tokens more: {more[:_SHOWN].tolist()}")
     return Fault("other_tokens", key, expected, f"{len(tokens)} tokens: {tokens[:_SHOWN].tolist()} …")
 
 

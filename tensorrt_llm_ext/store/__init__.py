@@ -7,7 +7,8 @@ from tensorrt_llm_ext.store.header import Column, Header, columns_of
 from tensorrt_llm_ext.store.lineage import check_lineage
 from tensorrt_llm_ext.store.manifest import read_states_header, states_folder
 from tensorrt_llm_ext.store.reading import Neighbour, Vectors, open_vectors
-from tensorrt_llm_ext.store.states import DEFAULT_SHARD_BYTES, SHARD_BYTES, StatesStore
+from tensorrt_llm_ext.store.shard_size import DEFAULT_SHARD_BYTES, SHARD_BYTES
+from tensorrt_llm_ext.store.states import StatesStore
 from tensorrt_llm_ext.store.states_reading import States, TrainingSequence, open_states
 from tensorrt_llm_ext.store.vectors import VectorStore
 

@@ -89,6 +89,30 @@ def read_parts(folder: Path) -> list[IndexPart]:
     return parts
 
 
+def swept(folder: Path) -> list[IndexPart]:
+    """Read the parts that count; whatever else a run that died has left behind is removed.
+
+    Raises StoreError for a shard that is not there in its size, OSError.
+    """
+    parts = read_parts(folder)
+    while parts and parts[-1].settled_rows is None:  # its window was not published to the end
+        (folder / parts.pop().name).unlink()
+    known = {part.shard.name: part.shard for part in parts}
+    for path in [*folder.glob(f"{PART_PREFIX}*"), *folder.glob(f"{INDEX_NAME}/{PART_PREFIX}*"), *folder.glob("shard-*")]:
+        if path.name not in known:
+            path.unlink()
+    for shard in known.values():
+        found = (folder / shard.name).stat().st_size if (folder / shard.name).exists() else None
+        if found != shard.num_bytes:
+            raise StoreError(
+                f"the shard '{folder / shard.name}' is damaged",
+                expected=f"{shard.num_bytes} bytes",
+                found="no such file" if found is None else f"{found} bytes",
+                fix="restore it, or extract again into another folder",
+            )
+    return parts
+
+
 def read_sequences(folder: Path, part: IndexPart, header: Header) -> list[StoredSequence]:
     """Read the rows of a part, in the order in which they lie in the shard. Raises StoreError."""
     path = folder / part.name

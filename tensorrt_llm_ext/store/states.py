@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError, TapError
+from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.disk import disk_errors
 from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, check_empty, locked, synced
 from tensorrt_llm_ext.store.header import FORMAT_VERSION, Header, check_same, identity_of
-from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, publish_part, read_parts, read_sequences, write_part
+from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, publish_part, read_sequences, swept, write_part
 from tensorrt_llm_ext.store.lineage import check_lineage
 from tensorrt_llm_ext.store.manifest import (
     HEADER_NAME,
@@ -35,12 +35,8 @@ from tensorrt_llm_ext.store.manifest import (
     states_folder,
     write_json,
 )
-from tensorrt_llm_ext.store.shard import FORMAT, IDENTITY_ROW_BYTES, ShardBuffer, ShardFile, StoredSequence, write_shard
-
-SHARD_BYTES = "shard_bytes"
-"""The name, in a header's ``job``, of the size that a shard may have."""
-
-DEFAULT_SHARD_BYTES = 512 << 20
+from tensorrt_llm_ext.store.shard import FORMAT, ShardBuffer, ShardFile, StoredSequence, write_shard
+from tensorrt_llm_ext.store.shard_size import row_bytes, shard_rows
 
 _NUM_BUFFERS = 2
 _INDEX_BYTES = 200  # of a request: ids and hashes, about as Parquet packs them
@@ -73,7 +69,7 @@ class StatesStore:
             "format_version": str(FORMAT_VERSION),
             "dataset": fingerprint(identity_of(header)),
         }
-        self._parts = _swept(self.path)
+        self._parts = swept(self.path)
         capacity = shard_rows(header)
         self._free: queue.Queue[ShardBuffer] = queue.Queue()
         for _ in range(_NUM_BUFFERS):
@@ -319,52 +315,3 @@ class StatesStore:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def row_bytes(header: Header) -> int:
-    """Bytes that one token takes in a shard."""
-    return header.value_bytes() + IDENTITY_ROW_BYTES
-
-
-def shard_rows(header: Header) -> int:
-    """How many rows a shard holds. Raises TapError for taps that give one row a request, StoreError when a shard could not
-    hold the longest sequence the engine takes."""
-    if header.kind != "states":
-        num_layers = header.contract.architecture.num_layers
-        raise TapError(
-            "a dataset of states holds one row a token, and these taps give one for each request",
-            expected="taps @all",
-            found=", ".join(tap.spelling(num_layers) for tap in header.contract.taps),
-            fix="keep them in a VectorStore",
-        )
-    num_bytes, longest = header.job[SHARD_BYTES], header.contract.limits.max_seq_len
-    rows = num_bytes // row_bytes(header)
-    if rows < longest:
-        raise StoreError(
-            "a shard could not hold the longest sequence that the engine takes",
-            expected=f"at least {longest * row_bytes(header)} bytes: {longest} tokens of {row_bytes(header)} bytes",
-            found=f"{num_bytes} bytes",
-            fix="give a larger --shard-mib, or build an engine with a shorter max_seq_len",
-        )
-    return rows
-
-
-def _swept(folder: Path) -> list[IndexPart]:
-    """The parts that count; whatever else a run that died has left behind is removed."""
-    parts = read_parts(folder)
-    while parts and parts[-1].settled_rows is None:  # its window was not published to the end
-        (folder / parts.pop().name).unlink()
-    known = {part.shard.name: part.shard for part in parts}
-    for path in [*folder.glob(f"{PART_PREFIX}*"), *folder.glob(f"{INDEX_NAME}/{PART_PREFIX}*"), *folder.glob("shard-*")]:
-        if path.name not in known:
-            path.unlink()
-    for shard in known.values():
-        found = (folder / shard.name).stat().st_size if (folder / shard.name).exists() else None
-        if found != shard.num_bytes:
-            raise StoreError(
-                f"the shard '{folder / shard.name}' is damaged",
-                expected=f"{shard.num_bytes} bytes",
-                found="no such file" if found is None else f"{found} bytes",
-                fix="restore it, or extract again into another folder",
-            )
-    return parts

@@ -28,7 +28,7 @@ from toy_engines import work_item  # noqa: E402
 
 from tensorrt_llm_ext.results import Record, State, rows_hash  # noqa: E402
 from tensorrt_llm_ext.store import DEFAULT_SHARD_BYTES, SHARD_BYTES, StatesStore  # noqa: E402
-from tensorrt_llm_ext.store.states import row_bytes  # noqa: E402
+from tensorrt_llm_ext.store.shard_size import row_bytes  # noqa: E402
 from tensorrt_llm_ext.taps import Tap  # noqa: E402
 
 HIDDEN_SIZE, NUM_LAYERS, SEQUENCE_TOKENS = 4096, 32, 512

@@ -2,11 +2,12 @@
 
 ``python killed_runs.py ENGINE PROMPTS FOLDER SCENARIOS``: SCENARIOS is JSON, for each output folder a list of deaths;
 a death is ``[step, number, moment]`` (at the ``number``-th call of the step, ``before`` or ``after`` it) or a number
-of seconds. After its deaths the run is resumed to its end. Prints how many children died of each list.
+of seconds; a run that ends before that is removed and begun anew with fewer. After its deaths the run is resumed to its end. Prints how many children died of each list.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -79,10 +80,22 @@ def run_in_a_child(engine, prompts, out, death):
     return False
 
 
+def dies(engine, prompts, out, death):
+    """Run and be killed; a run that ends before its moment comes begins anew with an earlier one, so that each kills."""
+    if isinstance(death, list):
+        return run_in_a_child(engine, prompts, out, death)
+    for _ in range(20):
+        if run_in_a_child(engine, prompts, out, death):
+            return True
+        shutil.rmtree(out)
+        death *= 0.6
+    return False
+
+
 def main(engine, prompts, folder, scenarios):
     died = {}
     for name, deaths in json.loads(scenarios).items():
-        died[name] = sum(run_in_a_child(Path(engine), Path(prompts), Path(folder) / name, death) for death in deaths)
+        died[name] = sum(dies(Path(engine), Path(prompts), Path(folder) / name, death) for death in deaths)
         assert not run_in_a_child(Path(engine), Path(prompts), Path(folder) / name, None)
     print(json.dumps(died))
 

@@ -85,12 +85,12 @@ def test_a_kill_at_any_step_loses_nothing_doubles_nothing_and_changes_no_byte(en
 def check_random_kills(engine, undisturbed, tmp_path, *, seed, num_runs, num_deaths, timeout_s=200):
     prompts, expected = undisturbed
     rng = random.Random(seed)
-    scenarios = {f"run {n}": [rng.uniform(0.02, 0.3) for _ in range(num_deaths)] for n in range(num_runs)}
+    scenarios = {f"run {n}": [rng.uniform(0.02, 0.25) for _ in range(num_deaths)] for n in range(num_runs)}
     died = killed(engine, prompts, tmp_path, scenarios, timeout_s)
     for name in scenarios:
         assert contents_of(tmp_path / name) == expected, (name, scenarios[name])
         shutil.rmtree(tmp_path / name)
-    assert sum(died.values()) >= num_runs * num_deaths / 2, f"hardly any run was killed in time: {died}"
+    assert died == {name: num_deaths for name in scenarios}, "not every kill came in time"
 
 
 def test_twenty_kills_at_random_moments_change_nothing(engine, undisturbed, tmp_path):

@@ -7,7 +7,7 @@ from toy_engines import HIDDEN_SIZE, LAST, MEAN, Toy, toy_contract, work_item
 
 from tensorrt_llm_ext.results import Origin, Record, State, rows_hash
 from tensorrt_llm_ext.store import SHARD_BYTES, Header
-from tensorrt_llm_ext.store.states import row_bytes
+from tensorrt_llm_ext.store.shard_size import row_bytes
 from tensorrt_llm_ext.taps import Tap
 
 JOB = {"policy": {"special_tokens": "none", "max_length": 40}, "windows": {"max_rows": 4}}
