@@ -20,7 +20,7 @@ from tensorrt_llm_ext.checkpoint import open_checkpoint  # noqa: E402
 from tensorrt_llm_ext.inputs import Fields  # noqa: E402
 from tensorrt_llm_ext.runtime import Session  # noqa: E402
 
-BEGIN, END = "<!-- bench:cpu -->", "<!-- /bench:cpu -->"
+README = ROOT / "README.md"
 
 
 def measured(num_rounds: int = checks.NUM_ROUNDS) -> checks.BenchResult:
@@ -58,15 +58,15 @@ def table(result: checks.BenchResult) -> str:
     )
 
 
-def replaced(text: str, new: str) -> str:
-    """The text with ``new`` between the markers. Exits when it does not have both, once each and in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        sys.exit(f"expected one {BEGIN} and, after it, one {END}")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+def replaced(text: str, new: str, name: str = "cpu") -> str:
+    """The text with ``new`` between the markers of ``name``. Exits when it does not have both, once each and in order."""
+    begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        sys.exit(f"expected one {begin} and, after it, one {end}")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{new}\n{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    replaced(readme.read_text(encoding="utf-8"), "")  # before the minutes, not after
-    readme.write_text(replaced(readme.read_text(encoding="utf-8"), table(measured())), encoding="utf-8")
+    replaced(README.read_text(encoding="utf-8"), "")  # before the minutes, not after
+    README.write_text(replaced(README.read_text(encoding="utf-8"), table(measured())), encoding="utf-8")
