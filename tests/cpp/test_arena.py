@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -123,9 +124,15 @@ def test_a_timeout_is_a_number_of_seconds(timeout_s):
         _runtime.PinnedArena(256, 1).acquire(timeout_s)
 
 
-def test_ctrl_c_gets_through_a_wait():
-    import signal
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, which a process started in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
+
+def test_ctrl_c_gets_through_a_wait(ctrl_c):
     arena = _runtime.PinnedArena(256, 1)
     slot = arena.acquire(0)
     timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
