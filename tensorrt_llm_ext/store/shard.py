@@ -7,11 +7,15 @@ The format is safetensors' own: eight bytes with the header's length, the header
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import ml_dtypes
@@ -34,7 +38,8 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_PIECE_BYTES = 16 << 20  # written, hashed and handed to the disk at once
+_BLOCK_BYTES = 16 << 20  # hashed and handed to the disk at once
+_SECTOR_BYTES = 4096
 IDENTITY_ROW_BYTES = 5  # a token id and its loss mask
 
 
@@ -113,20 +118,22 @@ def write_shard(path: Path, tensors: dict[str, np.ndarray], name: str, metadata:
 
     ``name`` may hold ``{hash}``, for the first digits of the file's hash. Raises OSError.
     """
-    digest = xxhash.xxh3_128()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    descriptor = _open_for_writing(path)
     try:
-        written = 0
-        for piece in _pieces(tensors, metadata):
-            _write(descriptor, piece)
-            # the disk begins with this piece while the next is hashed; what has been written leaves the page cache
-            os.posix_fadvise(descriptor, written, len(piece), os.POSIX_FADV_DONTNEED)
-            digest.update(piece)
-            written += len(piece)
+        with ThreadPoolExecutor(1) as disk:  # writes one block while the next is filled and hashed
+            writing = disk.submit(int)
+            for block in _blocks(_pieces(tensors, metadata)):
+                digest.update(block)
+                writing.result()
+                writing = disk.submit(_write, descriptor, block.obj, len(block))
+                num_bytes += len(block)
+            writing.result()
+        os.ftruncate(descriptor, num_bytes)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return ShardFile(name.format(hash=digest.hexdigest()[:12]), written, f"xxh3-128:{digest.hexdigest()}")
+    return ShardFile(name.format(hash=digest.hexdigest()[:12]), num_bytes, f"xxh3-128:{digest.hexdigest()}")
 
 
 def open_shard(path: Path) -> dict[str, np.ndarray]:
@@ -153,7 +160,7 @@ def hash_of_file(path: Path) -> str:
     """The hash that ``write_shard`` gave. Raises OSError."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
+        while piece := file.read(_BLOCK_BYTES):
             digest.update(piece)
     return f"xxh3-128:{digest.hexdigest()}"
 
@@ -169,10 +176,39 @@ def _pieces(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Iterato
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for array in tensors.values():
         values = memoryview(array.reshape(-1).view(np.uint8))
-        for start in range(0, len(values), _PIECE_BYTES):
-            yield values[start : start + _PIECE_BYTES]
+        for start in range(0, len(values), _BLOCK_BYTES):
+            yield values[start : start + _BLOCK_BYTES]
 
 
-def _write(descriptor: int, piece: memoryview) -> None:
-    while piece:
-        piece = piece[os.write(descriptor, piece) :]
+def _blocks(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in blocks of ``_BLOCK_BYTES``, the last one shorter; a block holds until the one after the next is made."""
+    buffers = cycle(mmap.mmap(-1, _BLOCK_BYTES) for _ in range(2))
+    block, filled = memoryview(next(buffers)), 0
+    for piece in pieces:
+        while piece:
+            taken = min(len(piece), len(block) - filled)
+            block[filled : filled + taken] = piece[:taken]
+            filled, piece = filled + taken, piece[taken:]
+            if filled == len(block):
+                yield block
+                block, filled = memoryview(next(buffers)), 0
+    if filled:
+        yield block[:filled]
+
+
+def _open_for_writing(path: Path) -> int:
+    """Open past the page cache, where the file system can: the cache would cost a second copy of everything."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o644)
+
+
+def _write(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
+    """Write the first ``num_bytes``, and what follows them up to a disk's sector: direct writes take whole ones."""
+    rest = memoryview(block)[: -(-num_bytes // _SECTOR_BYTES) * _SECTOR_BYTES]
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
