@@ -44,7 +44,7 @@ def test_a_large_arena_is_there_before_it_is_used():
 def test_waiting_for_a_slot_ends_when_one_comes_home_from_another_thread():
     arena = _runtime.PinnedArena(256, 1)
     held = [arena.acquire(0)]
-    threading.Timer(0.1, held.clear).start()
+    threading.Timer(0.5, held.clear).start()  # long enough for a busy machine to begin waiting before it
     started = time.monotonic()
     slot = arena.acquire(PATIENCE_S)
     assert 0.05 < time.monotonic() - started < 5
