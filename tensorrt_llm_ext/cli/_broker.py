@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,23 +39,6 @@ def opened_broker(name: str, *, url: str, stream: str, **access: Path | None) ->
     return JetStreamBroker.open(Access(url, **access), stream, name=name, on_event=Events(client=name, stream=stream))
 
 
-@contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """SIGTERM or the first Ctrl-C asks to stop; the second Ctrl-C is Python's own."""
-    stop = threading.Event()
-
-    def ask(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def print_facts(value: dict, as_json: bool) -> None:
     """Print a flat report: one JSON object, or one fact a line."""
     if as_json:
@@ -66,5 +46,6 @@ def print_facts(value: dict, as_json: bool) -> None:
         return
     width = max(map(len, value))
     for name, fact in value.items():
-        text = f"{fact:,}" if isinstance(fact, int) and not isinstance(fact, bool) else json.dumps(fact, ensure_ascii=False)
+        is_number = isinstance(fact, int | float) and not isinstance(fact, bool)
+        text = f"{fact:,}" if isinstance(fact, int) and is_number else f"{fact:.3f}" if is_number else json.dumps(fact, ensure_ascii=False)
         click.echo(f"{name.replace('_', ' '):<{width}}  {text.strip(chr(34))}")

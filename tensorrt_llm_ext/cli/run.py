@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ import click
 
 from tensorrt_llm_ext.cli import EXIT_INTERRUPTED, exit_code, verb
 from tensorrt_llm_ext.cli._prompts import prompt_options
+from tensorrt_llm_ext.cli._signals import stop_on_signals
 from tensorrt_llm_ext.cli._streams import is_terminal
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 _EXIT_FAILED = 1
 _EXIT_REFUSED = 3
+_STOPPING = "Stopping: what is in flight lands, then the last proven window is kept. Ctrl-C again stops at once."
 
 
 @verb
@@ -75,7 +75,7 @@ def command(engine: Path, out: Path, fail_on_refused: bool, as_json: bool, **opt
     Exit codes: 0 every row is stored or refused; 1 rows failed or are missing, or the run was stopped by an error; 2
     wrong usage or bad input; 3 rows were refused and --fail-on-refused was given; 130 interrupted.
     """
-    with _progress_shown() as show, _stop_on_signals() as stop:
+    with _progress_shown() as show, stop_on_signals(_STOPPING) as stop:
         report = _run(engine, out, show, stop, **options)
     if as_json:
         click.echo(json.dumps({"engine": str(engine), **report.to_dict()}))
@@ -170,24 +170,6 @@ def _exit_code(report: Report, fail_on_refused: bool) -> int:
     if report.failed or report.shortfall:
         return _EXIT_FAILED
     return _EXIT_REFUSED if fail_on_refused and report.refused else 0
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """The first Ctrl-C, or a SIGTERM, asks the run to stop; the second Ctrl-C is Python's own."""
-    stop = threading.Event()
-
-    def ask(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.set()
-        click.echo("Stopping: what is in flight lands, then the last proven window is kept. Ctrl-C again stops at once.", err=True)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

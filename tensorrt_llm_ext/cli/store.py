@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from tensorrt_llm_ext.cli import verb
-from tensorrt_llm_ext.cli._broker import broker_options, opened_broker, print_facts, stop_on_signals
+from tensorrt_llm_ext.cli._broker import broker_options, opened_broker, print_facts
+from tensorrt_llm_ext.cli._signals import stop_on_signals
 
 
 @verb

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tensorrt_llm_ext.errors import ForeignDataset, StoreError
@@ -42,6 +45,29 @@ def listing(folder: Path) -> str:
     """What is in a folder, in words: a few names, and how many more."""
     names = sorted(path.name for path in folder.iterdir())
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "an empty folder"
+
+
+def created(folder: Path, name: str, write: Callable[[Path], None]) -> int:
+    """Make the dataset ``name`` in a new or empty folder: ``write`` makes it beside its place, and a rename puts it there.
+
+    Returns the folder's lock (``locked``). Raises ForeignDataset when the folder holds anything, DiskFull, and StoreError when
+    another run is writing there.
+    """
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = locked(folder)
+    try:
+        check_empty(folder)
+        for leftover in folder.glob(f"{PART_PREFIX}*"):
+            shutil.rmtree(leftover)
+        with disk_errors(folder), tempfile.TemporaryDirectory(prefix=PART_PREFIX, dir=folder) as part:
+            write(Path(part) / name)
+            (Path(part) / name).rename(folder / name)
+            synced(folder)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def locked(folder: Path) -> int:

@@ -26,7 +26,6 @@ from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.header import Column
 
 TOKEN_IDS, LOSS_MASK = "token_ids", "loss_mask"
-FORMAT = "tensorrt_llm_ext.states"
 
 _DTYPES = {
     "F32": np.dtype(np.float32),

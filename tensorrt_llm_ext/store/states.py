@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,8 +21,8 @@ from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.disk import disk_errors
-from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, check_empty, locked, synced
-from tensorrt_llm_ext.store.header import FORMAT_VERSION, Header, check_same, identity_of
+from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, created, locked, synced
+from tensorrt_llm_ext.store.header import FORMAT_VERSION, FORMATS, Header, check_same, identity_of
 from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, publish_part, read_sequences, swept, write_part
 from tensorrt_llm_ext.store.lineage import check_lineage
 from tensorrt_llm_ext.store.manifest import (
@@ -35,7 +33,7 @@ from tensorrt_llm_ext.store.manifest import (
     states_folder,
     write_json,
 )
-from tensorrt_llm_ext.store.shard import FORMAT, ShardBuffer, ShardFile, StoredSequence, write_shard
+from tensorrt_llm_ext.store.shard import ShardBuffer, ShardFile, StoredSequence, write_shard
 from tensorrt_llm_ext.store.shard_size import row_bytes, shard_rows
 
 _NUM_BUFFERS = 2
@@ -65,7 +63,7 @@ class StatesStore:
         self.path = folder / STATES_NAME
         self._lock: int | None = lock
         self._metadata = {
-            "format": FORMAT,
+            "format": FORMATS[header.kind],
             "format_version": str(FORMAT_VERSION),
             "dataset": fingerprint(identity_of(header)),
         }
@@ -98,19 +96,13 @@ class StatesStore:
         """
         folder = Path(folder)
         shard_rows(header)
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder)
+
+        def write(path: Path) -> None:
+            (path / INDEX_NAME).mkdir(parents=True)
+            write_json(path / HEADER_NAME, header.to_dict())
+
+        lock = created(folder, STATES_NAME, write)
         try:
-            check_empty(folder)
-            for leftover in folder.glob(f"{PART_PREFIX}*"):
-                shutil.rmtree(leftover)
-            with disk_errors(folder), tempfile.TemporaryDirectory(prefix=PART_PREFIX, dir=folder) as part:
-                made = Path(part) / STATES_NAME
-                (made / INDEX_NAME).mkdir(parents=True)
-                write_json(made / HEADER_NAME, header.to_dict())
-                made.rename(folder / STATES_NAME)
-                synced(folder)
             return cls(folder, header, lock)
         except BaseException:
             os.close(lock)

@@ -9,8 +9,6 @@ opened for writing.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +22,7 @@ from lance.fragment import write_fragments
 from tensorrt_llm_ext.errors import ForeignDataset, StoreError
 from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
-from tensorrt_llm_ext.store.folder import PART_PREFIX, VECTORS_NAME, check_empty, listing, locked, synced
+from tensorrt_llm_ext.store.folder import VECTORS_NAME, created, listing, locked, synced
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
 from tensorrt_llm_ext.store.lineage import check_lineage
 
@@ -57,19 +55,13 @@ class VectorStore:
         Raises ForeignDataset when the folder holds anything, TapError for taps of many rows, DiskFull, and StoreError
         when another run is writing there.
         """
-        folder = Path(folder)
-        schema = header.schema()
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder)
+        folder, schema = Path(folder), header.schema()
+
+        def write(path: Path) -> None:
+            lance.write_dataset(pa.Table.from_batches([], schema), str(path), schema=schema, mode="create")
+
+        lock = created(folder, VECTORS_NAME, write)
         try:
-            check_empty(folder)
-            for leftover in folder.glob(f"{PART_PREFIX}*"):
-                shutil.rmtree(leftover)
-            with disk_errors(folder), tempfile.TemporaryDirectory(prefix=PART_PREFIX, dir=folder) as part:
-                made = Path(part) / VECTORS_NAME
-                lance.write_dataset(pa.Table.from_batches([], schema), str(made), schema=schema, mode="create")
-                made.rename(folder / VECTORS_NAME)
             return cls(folder, header, lock)
         except BaseException:
             os.close(lock)

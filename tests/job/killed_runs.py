@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,14 @@ STEPS = {
     "write index": (states, "write_part"),
     "publish index": (states, "publish_part"),
 }
+
+
+def killed(engine, prompts, folder, scenarios, timeout_s=120):
+    """Run this file in a process of its own: how many children died of each scenario."""
+    command = [sys.executable, __file__, str(engine), str(prompts), str(folder), json.dumps(scenarios)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout)
 
 
 def die(*args, **kwargs):

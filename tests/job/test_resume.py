@@ -3,12 +3,10 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from killed_runs import killed
 from toy_engines import LAST, MEAN, Toy, reference, write_engine
 from toy_jobs import BAD_ROWS, LIMITS, NAN_ROW, WINDOWS, contents_of, ledger_of, run, table_of, write_input
 from wrapped_sessions import Wrapped
@@ -26,14 +24,6 @@ def undisturbed(engine, tmp_path_factory):
     prompts = write_input(folder / "prompts.jsonl")
     run(engine, prompts, folder / "out")
     return prompts, contents_of(folder / "out")
-
-
-def killed(engine, prompts, folder, scenarios, timeout_s=120):
-    script = Path(__file__).with_name("killed_runs.py")
-    command = [sys.executable, str(script), str(engine), str(prompts), str(folder), json.dumps(scenarios)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout)
 
 
 STEPS = {

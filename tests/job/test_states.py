@@ -3,13 +3,11 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
+from killed_runs import killed
 from toy_engines import ALL, LAST, Toy, reference, write_engine
 from toy_jobs import BAD_ROWS, LIMITS, NAN_ROW, contents_of, ledger_of, rows_of_states, run, write_input
 from wrapped_sessions import Wrapped
@@ -53,14 +51,6 @@ def test_every_token_s_rows_are_there_and_right(undisturbed, engine, tmp_path):
     assert contents_of(tmp_path / "out") == expected
     names = [str(path) for path, _ in expected[0]]
     assert sum(name.endswith(".safetensors") for name in names) > 4 and "states/manifest.json" in names
-
-
-def killed(engine, prompts, folder, scenarios, timeout_s=200):
-    script = Path(__file__).with_name("killed_runs.py")
-    command = [sys.executable, str(script), str(engine), str(prompts), str(folder), json.dumps(scenarios)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout)
 
 
 STEPS = {
