@@ -1,6 +1,6 @@
 """The README's table holds what was measured, between its markers, and nothing around it changes."""
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +8,11 @@ import pytest
 from tensorrt_llm_ext.checks import BenchResult
 from tensorrt_llm_ext.checks.bench import Timing
 
-SPEC = importlib.util.spec_from_file_location("write_table", Path(__file__).with_name("write_table.py"))
-write_table = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(write_table)
+sys.path.append(str(Path(__file__).parent))
+
+import write_card_table  # noqa: E402
+import write_demo  # noqa: E402
+import write_table  # noqa: E402
 
 MACHINE = {"cpu": "a CPU", "onnxruntime": "1", "torch": "2", "transformers": "5", "python": "3", "system": "Linux", "commit": "abc+"}
 RESULT = BenchResult(
@@ -49,3 +51,19 @@ def test_only_what_is_between_the_markers_changes():
 def test_without_both_markers_nothing_is_written(text):
     with pytest.raises(SystemExit, match="expected one <!-- bench:cpu -->"):
         write_table.replaced(text, "new")
+
+
+def test_a_card_s_table_holds_each_contender_against_its_own_products():
+    rows = [("llama-2-7b fp8", 90), ("llama-2-7b fp8 mixed", 80), ("llama-2-7b fp8 products alone", 100), ("qwen3-8b fp8", 45), ("qwen3-8b fp8 products alone", 50)]  # fmt: skip
+    machine = {"card": "a card", "driver": "1", "cuda": "13", "torch": "2", "triton": "3", "commit": "abc"}
+    report = {"rows": [{"name": name, "tokens_per_s": rate} for name, rate in rows], "machine": machine, "clocks_mhz": [1500, 1400]}
+    lines = write_card_table.table(report).splitlines()
+    assert "| llama-2-7b fp8 | 90 | 0.900 |" in lines and "| qwen3-8b fp8 | 45 | 0.900 |" in lines
+    assert "| llama-2-7b fp8 mixed | 80 |  |" in lines  # the products were timed on other rows
+    assert lines[-1] == "a card, SM clock 1,400 to 1,500 MHz, driver 1, CUDA 13, torch 2, Triton 3; commit abc."
+
+
+def test_the_demo_s_block_begins_with_its_summary():
+    assert write_demo.summary("Built\nstored          2\nread            2\n\nNearest\n") == "```\nstored          2\nread            2\n\nNearest\n```"
+    with pytest.raises(ValueError):
+        write_demo.summary("Error: no engine\n")

@@ -4,12 +4,12 @@ import subprocess
 
 from write_table import README, ROOT, replaced
 
-FIRST_LINE = "stored "
+FIRST_LINE = "\nstored "
 
 
 def summary(printed: str) -> str:
     """The end of what the demo printed, as a block of Markdown. Raises ValueError when there is no summary."""
-    return f"```\n{printed[printed.index(f'\n{FIRST_LINE}') :].strip()}\n```"
+    return "```\n" + printed[printed.index(FIRST_LINE) :].strip() + "\n```"
 
 
 def main() -> None:
