@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -13,8 +15,9 @@ def card(commit: str | None = None) -> dict[str, str]:
 
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
     commit = commit or _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+")
-    name = torch.cuda.get_device_name()
-    return {"card": name, "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__, "commit": commit}
+    found = {"card": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__}
+    installed = {name: metadata.version(name) for name in ("triton", "transformers") if find_spec(name)}
+    return {**found, **installed, "commit": commit}
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -53,14 +53,33 @@ def test_without_both_markers_nothing_is_written(text):
         write_table.replaced(text, "new")
 
 
-def test_a_card_s_table_holds_each_contender_against_its_own_products():
-    rows = [("llama-2-7b fp8", 90), ("llama-2-7b fp8 mixed", 80), ("llama-2-7b fp8 products alone", 100), ("qwen3-8b fp8", 45), ("qwen3-8b fp8 products alone", 50)]  # fmt: skip
-    machine = {"card": "a card", "driver": "1", "cuda": "13", "torch": "2", "triton": "3", "commit": "abc"}
-    report = {"rows": [{"name": name, "tokens_per_s": rate} for name, rate in rows], "machine": machine, "clocks_mhz": [1500, 1400]}
-    lines = write_card_table.table(report).splitlines()
-    assert "| llama-2-7b fp8 | 90 | 0.900 |" in lines and "| qwen3-8b fp8 | 45 | 0.900 |" in lines
-    assert "| llama-2-7b fp8 mixed | 80 |  |" in lines  # the products were timed on other rows
-    assert lines[-1] == "a card, SM clock 1,400 to 1,500 MHz, driver 1, CUDA 13, torch 2, Triton 3; commit abc."
+def card_report():
+    """A sitting with ours, our limit and a peer, as the benchmark of the card writes it."""
+
+    def row(name, rate, tflops=None):
+        return {"name": name, "tokens_per_s": rate, "rounds_ms": [1, 1, 1]} | ({} if tflops is None else {"tflops": tflops})
+
+    rows = [row("m fp8", 90, 900), row("m fp8 mixed", 81, 850), row("m fp8 2048", 70, 800), row("m fp8 products alone", 100, 1000), row("m vllm bf16 16384", 45)]  # fmt: skip
+    ratios = {"m fp8 / m fp8 products alone": 0.9, "m fp8 mixed / m fp8": 0.9, "m fp8 / m vllm bf16 16384": 2.0}
+    machine = {"card": "a card", "driver": "1", "cuda": "13", "torch": "2", "triton": "3", "vllm": "0.25.1", "commit": "abc"}
+    sitting = {"name": "peers", "rows": rows, "ratios": ratios, "clocks_mhz": [1500, 1400]}
+    batch = {"num_tokens": 16384, "length": 128, "long": 2048}
+    return {"machine": machine, "batch": batch, "sittings": [sitting], "notes": ["left out: x\n  log"]}
+
+
+def test_a_card_s_table_holds_each_contender_against_the_products_and_against_ours():
+    lines = write_card_table.table([card_report()]).splitlines()
+    assert lines[0].startswith("Random weights, so for speed only; 16,384 packed tokens a batch, 128 a sequence")
+    assert lines[4:10] == [
+        "| **peers** | | | | |",
+        "| m fp8 | 90 | 900 | 0.900 |  |",
+        "| m fp8 mixed | 81 | 850 | 0.850 | 0.900 of m fp8 |",
+        "| m fp8 2048 | 70 | 800 | 0.800 |  |",
+        "| m fp8 products alone | 100 | 1,000 |  |  |",
+        "| m vllm bf16 16384 | 45 |  |  | ours: fp8 2.00 times |",
+    ]
+    versions = "driver 1, CUDA 13, torch 2, Triton 3, vLLM 0.25.1; commit abc."
+    assert lines[-2:] == ["left out: x.", f"a card, SM clock 1,400 to 1,500 MHz, {versions}"]
 
 
 def test_the_demo_s_block_begins_with_its_summary():

@@ -1,4 +1,7 @@
-"""Models of random weights, made on the card itself, for measurements of speed. Their numbers mean nothing."""
+"""Models of random weights, made on their device, for measurements of speed. Their numbers mean nothing.
+
+The device is the first CUDA card; without one the CPU, where the plain operations run tiny shapes, for tests.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ from tensorrt_llm_ext.checkpoint.rope import Rope as RopeSettings
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.recipes.contract import Contract, Fingerprints, Limits, MemoryEstimate
 from tensorrt_llm_ext.taps import parse_taps
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def architecture(family: str, **sizes) -> Architecture:
@@ -54,8 +60,9 @@ QWEN3_8B = architecture(
 )
 
 
-def random_decoder(a: Architecture, *, is_fp8: bool, max_seq_len: int, device: str = "cuda", seed: int = 0) -> Decoder:
+def random_decoder(a: Architecture, *, is_fp8: bool, max_seq_len: int, seed: int = 0) -> Decoder:
     """A decoder whose stream keeps its size through the layers."""
+    device = DEVICE
     generator = torch.Generator(device).manual_seed(seed)
 
     def weight(rows: int, columns: int, size: float = 1.0) -> torch.Tensor:
@@ -96,7 +103,7 @@ def contract_of(a: Architecture, *, taps: str, precision: str, limits: Limits) -
         builder_version="0",
         accepted_runtime="torch",
         platform="any",
-        compute_capabilities=("9.0",),
+        compute_capabilities=(".".join(map(str, torch.cuda.get_device_capability())),) if DEVICE.type == "cuda" else (),
         weight_dtype="bfloat16",
         activation_dtype=precision,
         taps=parsed,
@@ -110,12 +117,10 @@ def contract_of(a: Architecture, *, taps: str, precision: str, limits: Limits) -
 
 
 def random_engine(
-    a: Architecture, *, taps: str, precision: str, limits: Limits, is_deterministic: bool = False
+    a: Architecture, *, taps: str, precision: str, limits: Limits, is_deterministic: bool = False, decoder: Decoder | None = None
 ) -> TorchEngine:
-    """An engine of random weights on the card, not warmed up."""
-    device = torch.device("cuda", 0)
+    """An engine of random weights, or of those of another engine's ``decoder``; not warmed up."""
     with torch.inference_mode():
-        decoder = random_decoder(a, is_fp8=precision == "fp8", max_seq_len=limits.max_seq_len)
-        space = make_workspace(a, limits, torch.bfloat16, device, is_deterministic)
-        engine = TorchEngine(contract_of(a, taps=taps, precision=precision, limits=limits), decoder, space, device)
-    return engine
+        decoder = decoder or random_decoder(a, is_fp8=precision == "fp8", max_seq_len=limits.max_seq_len)
+        space = make_workspace(a, limits, torch.bfloat16, DEVICE, is_deterministic)
+        return TorchEngine(contract_of(a, taps=taps, precision=precision, limits=limits), decoder, space, DEVICE)

@@ -1,9 +1,11 @@
-"""The peer: vLLM's pooling runner on the shape of a model with random weights; tokens a second as one line of JSON.
+"""The peer vLLM, its pooling runner on a Llama of random weights: a process that stays up and runs a round when told to.
 
-    python tests/bench/vllm_peer.py CONFIG_FOLDER [--quantization fp8] [--max-num-batched-tokens 16384]
+So its rounds lie between ours though it does not give its memory back before it ends. The two ends of the pipe::
 
-CONFIG_FOLDER holds a config.json and any tokenizer.json and tokenizer_config.json. One process measures one setting: vLLM
-does not give its memory back. Ids go in and vectors come out on the host, as users see it.
+    VllmPeer(folder, …)   in the benchmark: starts the process, waits until it is ready, asks for rounds, ends it
+    python vllm_peer.py   the process: says {"ready": version}, then for every line "round" its seconds and vectors
+
+Ids go in as Python lists and vectors come out on the host, as users see it.
 """
 
 from __future__ import annotations
@@ -11,55 +13,158 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import select
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
-NUM_BATCHES, LENGTH, ROUNDS = 8, 128, 3
+NUM_BATCHES, LENGTH = 8, 128
+MAX_MODEL_LEN = 2048
+READY_S, ROUND_S, END_S = 300.0, 120.0, 30.0
+KV_BATCHES = 2
+"""Batches that the key-value cache holds, which vLLM cannot do without. It is given its size: to measure what is free would
+take one process after another."""
+
+
+class PeerFailed(Exception):
+    """The process ended, was silent for too long, or answered something else; with the last lines that it printed."""
+
+
+class VllmPeer:
+    """One setting of vLLM in a process of its own. It starts at once; ``wait_ready`` before the first round."""
+
+    def __init__(self, folder: Path, *, quantization: str | None, max_num_batched_tokens: int, log: Path) -> None:
+        self.name = f"vllm {'fp8' if quantization else 'bf16'} {max_num_batched_tokens}"
+        self.num_tokens = max_num_batched_tokens
+        self.version: str | None = None
+        self._log = log
+        words = [sys.executable, __file__, str(folder), "--max-num-batched-tokens", str(max_num_batched_tokens)]
+        with open(log, "wb") as errors:
+            self._process = subprocess.Popen(
+                words + (["--quantization", quantization] if quantization else []),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
+        """Wait until the model is loaded and has run a batch. Raises PeerFailed."""
+        self.version = self._answer("ready", timeout_s)
+
+    def milliseconds(self, timeout_s: float = ROUND_S) -> float:
+        """Run a round now; the time of one batch of ``num_tokens``. Raises PeerFailed, also for other tokens or vectors."""
+        try:
+            self._process.stdin.write("round\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._failed(error) from error
+        answer = self._answer("round", timeout_s)
+        num_vectors = NUM_BATCHES * self.num_tokens // LENGTH
+        if answer["num_vectors"] != num_vectors:
+            raise self._failed(f"{answer['num_vectors']} vectors for {num_vectors} prompts")
+        return answer["seconds"] / NUM_BATCHES * 1e3
+
+    def close(self) -> None:
+        """End the process: kindly, then not."""
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _answer(self, key: str, timeout_s: float):
+        is_there, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        line = self._process.stdout.readline() if is_there else None
+        if not line:
+            raise self._failed("the process ended" if is_there else f"no answer within {timeout_s:.0f} s")
+        try:
+            return json.loads(line)[key]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._failed(f"answered {line!r}") from error
+
+    def _failed(self, why: object) -> PeerFailed:
+        last = self._log.read_text(errors="replace").strip().splitlines()[-15:]
+        return PeerFailed("\n  ".join([f"{self.name}: {why}", *last]))
+
+
+def write_model_folder(folder: Path, config: dict) -> Path:
+    """Write what vLLM wants of a model whose weights it makes up: config.json and any tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu"}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config | model | special))
+    vocab = {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1}, "unk_token": "<s>"}
+    whitespace = {"type": "Whitespace"}
+    tokenizer = {"version": "1.0", "model": vocab, "pre_tokenizer": whitespace, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    names = {"bos_token": "<s>", "eos_token": "<s>", "unk_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names))
+    return folder
 
 
 def main() -> None:
     arguments = _arguments()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the library prints: its words go to the log, and the pipe is ours
+    run, version = _loaded(arguments.folder, arguments.quantization, arguments.max_num_batched_tokens)
+    _say(answers, {"ready": version})
+    for line in sys.stdin:
+        if line.strip() != "round":
+            raise SystemExit(f"expected 'round', found {line!r}")
+        _say(answers, {"round": run()})
+
+
+def _loaded(folder: Path, quantization: str | None, num_tokens: int) -> tuple[Callable[[], dict], str]:
+    """The model, warmed up, as a function that runs a round."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     import vllm  # reads the environment when it is imported
 
-    num_tokens = arguments.max_num_batched_tokens
+    config = json.loads((folder / "config.json").read_text())
+    row_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     model = vllm.LLM(
-        arguments.folder,
+        str(folder),
         runner="pooling",
         convert="embed",
         dtype="bfloat16",
-        quantization=arguments.quantization,
+        quantization=quantization,
         load_format="dummy",
-        max_model_len=arguments.max_model_len,
+        max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=num_tokens,
         max_num_seqs=num_tokens // LENGTH,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.6,
+        gpu_memory_utilization=0.1,  # what must be free when it starts; the cache has its own size
+        kv_cache_memory_bytes=KV_BATCHES * num_tokens * row_bytes,
     )
-    with open(os.path.join(arguments.folder, "config.json")) as file:
-        vocab_size = json.load(file)["vocab_size"]
-    ids = np.random.default_rng(0).integers(0, vocab_size, (NUM_BATCHES * num_tokens // LENGTH, LENGTH))
+    ids = np.random.default_rng(0).integers(0, config["vocab_size"], (NUM_BATCHES * num_tokens // LENGTH, LENGTH))
     prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
-    model.embed(prompts[: num_tokens // LENGTH], use_tqdm=False)  # warm-up
-    rates = []
-    for _ in range(ROUNDS):
+    model.embed(prompts, use_tqdm=False)  # warm-up
+
+    def run() -> dict:
         started = time.perf_counter()
         found = model.embed(prompts, use_tqdm=False)
-        rates.append(ids.size / (time.perf_counter() - started))
-    if len(found) != len(prompts):
-        raise SystemExit(f"{len(found)} vectors came back for {len(prompts)} prompts")
-    setting = {"quantization": arguments.quantization or "none", "max_num_batched_tokens": num_tokens}
-    print(json.dumps({"vllm": vllm.__version__, **setting, "tokens_per_s": round(statistics.median(rates))}))
+        return {"seconds": time.perf_counter() - started, "num_vectors": len(found)}
+
+    return run, vllm.__version__
+
+
+def _say(answers: TextIO, value: dict) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", help="folder of config.json and a tokenizer")
+    parser.add_argument("folder", type=Path, help="folder of config.json and a tokenizer")
     parser.add_argument("--quantization", choices=("fp8",), help="bfloat16 unless given")
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
-    parser.add_argument("--max-model-len", type=int, default=2048)
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Writes the card's table of README.md from the report of torch_h200.py: the machine with the card need not have the README.
+"""Writes the card's table of README.md from reports of torch_h200.py: the machine with the card need not have the README.
 
     python tests/bench/torch_h200.py --json torch.json             # on the card
-    python tests/bench/write_card_table.py torch.json [--commit OF_THAT_TREE]
+    python tests/bench/write_card_table.py torch.json [MORE.json …] [--commit OF_THAT_TREE]
 """
 
 import argparse
@@ -12,38 +12,67 @@ from write_table import README, replaced
 PRODUCTS = "products alone"
 
 
-def table(report: dict) -> str:
-    """The report as Markdown: every contender, and its speed against the products of the same model and precision alone."""
-    rates = {row["name"]: row["tokens_per_s"] for row in report["rows"]}
-    lines = ["| | tokens/s | of its matrix products alone |", "|---|---:|---:|"]
-    for name, rate in rates.items():
-        limit = rates.get(" ".join([*name.split()[:2], PRODUCTS]).replace(",", ""))
-        has_limit = limit and not name.endswith(PRODUCTS) and " mixed" not in name and " 2048" not in name
-        lines.append(f"| {name} | {rate:,} | {f'{rate / limit:.3f}' if has_limit else ''} |")
-    machine, clocks = report["machine"], report["clocks_mhz"]
-    return "\n".join(
-        [
-            "Random weights, so for speed only; 16,384 packed tokens a batch, 128 a sequence unless said otherwise (mixed: log-normal, mean "
-            "128, 1 to 2,048); medians of 3 interleaved rounds.",
-            "",
-            *lines,
-            "",
-            f"{machine['card']}, SM clock {min(clocks):,} to {max(clocks):,} MHz, driver {machine['driver']}, CUDA {machine['cuda']}, "
-            f"torch {machine['torch']}, Triton {machine['triton']}; commit {machine['commit']}.",
-        ]
+def table(reports: list[dict]) -> str:
+    """The reports as Markdown: a line a contender, under its sitting, and what each was measured on."""
+    lines = ["| | tokens/s | TFLOP/s | of its products alone | beside |", "|---|---:|---:|---:|---|"]
+    notes = []
+    for report in reports:
+        for part in report["sittings"]:
+            lines += [f"| **{part['name']}** | | | | |", *(_line(row, part) for row in part["rows"])]
+        notes += [f"{note.partition(chr(10))[0]}." for note in report["notes"]] + [_measured_on(report)]
+    batch = reports[0]["batch"]
+    head = (
+        f"Random weights, so for speed only; {batch['num_tokens']:,} packed tokens a batch, {batch['length']} a sequence unless said "
+        f"otherwise (mixed: log-normal, mean 128, 1 to {batch['long']:,}); medians of {len(reports[0]['sittings'][0]['rows'][0]['rounds_ms'])} "
+        "interleaved rounds. The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others."
     )
+    return "\n".join([head, "", *lines, "", *notes])
+
+
+def _line(row: dict, part: dict) -> str:
+    cells = [row["name"], f"{row['tokens_per_s']:,}", f"{row['tflops']:,.0f}" if "tflops" in row else "", _share(row, part)]
+    return f"| {' | '.join([*cells, _beside(row['name'], part['ratios'])])} |"
+
+
+def _share(row: dict, part: dict) -> str:
+    """Of the speed of the products of the same model and precision, timed in the same rounds."""
+    limit = " ".join([*row["name"].split()[:2], PRODUCTS])
+    of_tokens = part["ratios"].get(f"{row['name']} / {limit}")
+    if of_tokens is not None:
+        return f"{of_tokens:.3f}"
+    flops = {other["name"]: other.get("tflops") for other in part["rows"]}
+    has_share = row["name"] != limit and flops.get(limit) and row.get("tflops")
+    return f"{row['tflops'] / flops[limit]:.3f}" if has_share else ""
+
+
+def _beside(name: str, ratios: dict[str, float]) -> str:
+    """How many times faster ours are than a peer; or the share of another row of ours."""
+    ours = {pair.split()[1]: ratio for pair, ratio in ratios.items() if pair.endswith(f" / {name}") and not name.endswith(PRODUCTS)}
+    if ours and not any(pair.startswith(f"{name} / ") for pair in ratios):
+        return "ours: " + ", ".join(f"{precision} {ratio:.2f} times" for precision, ratio in ours.items())
+    own = {pair.split(" / ")[1]: ratio for pair, ratio in ratios.items() if pair.startswith(f"{name} / ")}
+    return ", ".join(f"{ratio:.3f} of {other}" for other, ratio in own.items() if other in name)
+
+
+def _measured_on(report: dict) -> str:
+    machine, clocks = report["machine"], [clock for part in report["sittings"] for clock in part["clocks_mhz"]]
+    names = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "Triton", "transformers": "transformers", "vllm": "vLLM"}
+    versions = ", ".join(f"{name} {machine[key]}" for key, name in names.items() if key in machine)
+    return f"{machine['card']}, SM clock {min(clocks):,} to {max(clocks):,} MHz, {versions}; commit {machine['commit']}."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("report", help="what torch_h200.py wrote")
+    parser.add_argument("reports", nargs="+", help="what torch_h200.py wrote")
     parser.add_argument("--commit", help="of the tree that was measured, where its history was elsewhere")
     arguments = parser.parse_args()
-    with open(arguments.report) as file:
-        report = json.load(file)
-    if arguments.commit:
-        report["machine"]["commit"] = arguments.commit
-    README.write_text(replaced(README.read_text(encoding="utf-8"), table(report), "card"), encoding="utf-8")
+    reports = []
+    for path in arguments.reports:
+        with open(path) as file:
+            reports.append(json.load(file))
+        if arguments.commit:
+            reports[-1]["machine"]["commit"] = arguments.commit
+    README.write_text(replaced(README.read_text(encoding="utf-8"), table(reports), "card"), encoding="utf-8")
 
 
 if __name__ == "__main__":

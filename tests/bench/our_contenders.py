@@ -1,0 +1,160 @@
+"""Ours, as contenders: passes of every kind of lengths, the products alone, and batches end to end through a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from contenders import Contender, on_device, on_host
+from random_sessions import random_items, random_session
+from torch_models import contract_of, random_engine
+
+from tensorrt_llm_ext.backends.torch.decoder import Batch
+from tensorrt_llm_ext.backends.torch.engine import TorchEngine
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
+from tensorrt_llm_ext.recipes.contract import Limits
+from tensorrt_llm_ext.results import Record
+
+TAPS = "final@last"
+PRECISIONS = ("fp8", "bfloat16")
+PRODUCTS, END_TO_END, DETERMINISTIC = "products alone", "ids to host vectors", "deterministic"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The batches of a measurement: ``num_tokens`` in sequences of ``length``; ``longest`` is a batch of one sequence."""
+
+    num_tokens: int = 16384
+    length: int = 128
+    long: int = 2048
+    longest: int = 32768
+    num_batches: int = 8  # of a round end to end
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(max(self.num_tokens, self.longest), max(1024, self.num_tokens // self.length), self.longest, 1 << 40)
+
+    def even(self, length: int) -> list[int]:
+        return [length] * (max(self.num_tokens, length) // length)
+
+    def mixed(self) -> list[int]:
+        """Log-normal, of mean 128, from 1 to ``long``, cut to the batch."""
+        torch.manual_seed(0)
+        drawn = torch.empty(2000).log_normal_(4.852 - 0.5, 1.0).round().clamp(1, self.long).int().tolist()
+        lengths: list[int] = []
+        while sum(lengths) + drawn[len(lengths)] <= self.num_tokens:
+            lengths.append(drawn[len(lengths)])
+        return lengths
+
+
+def random_engines(a: Architecture, sizes: Sizes) -> dict[str, TorchEngine]:
+    """An engine of each precision."""
+    return {precision: random_engine(a, taps=TAPS, precision=precision, limits=sizes.limits) for precision in PRECISIONS}
+
+
+def passes_and_products(engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes) -> list[Contender]:
+    """Passes over sequences of one length, the products of such a pass alone, then passes over the other lengths."""
+    others = {"mixed": sizes.mixed()} | {str(length): sizes.even(length) for length in (sizes.long, sizes.longest)}
+    found = []
+    for precision, engine in engines.items():
+        ours, limit = f"{name} {precision}", _products_alone(engine, f"{name} {precision}", a, sizes)
+        found += [_passes(engine, ours, a, sizes.even(sizes.length), (limit.name,)), limit]
+        for kind, lengths in others.items():
+            found.append(_passes(engine, f"{ours} {kind}", a, lengths, (ours,) if kind == "mixed" else ()))
+    return found
+
+
+def deterministic(engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes) -> list[Contender]:
+    """Passes with the same weights whose results do not depend on the batch by a bit."""
+    found = []
+    for precision, engine in engines.items():
+        limits, decoder = replace(sizes.limits, max_num_tokens=sizes.num_tokens), engine._decoder
+        strict = random_engine(a, taps=TAPS, precision=precision, limits=limits, is_deterministic=True, decoder=decoder)
+        ours = f"{name} {precision}"
+        found.append(_passes(strict, f"{ours} {DETERMINISTIC}", a, sizes.even(sizes.length), (ours,)))
+    return found
+
+
+def end_to_end(
+    engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes, against: tuple[str, ...]
+) -> list[Contender]:
+    """Batch after batch through the session, token ids in and records on the host out; and the limit."""
+    found = []
+    for precision, engine in engines.items():
+        _pass(engine, sizes.even(sizes.length), a.vocab_size)()  # what the products read
+        limit = _products_alone(engine, f"{name} {precision}", a, sizes)
+        call = _extraction(engine, a, precision, sizes)
+        ours = f"{name} {precision} {END_TO_END}"
+        found.append(Contender(ours, sizes.num_tokens, on_host(call, sizes.num_batches), None, (limit.name, *against)))
+        found.append(limit)
+    return found
+
+
+def pass_over(engine: TorchEngine, a: Architecture, sizes: Sizes) -> Callable[[], None]:
+    """One pass over sequences of one length, which has run once."""
+    return _pass(engine, sizes.even(sizes.length), a.vocab_size)
+
+
+def _extraction(engine: TorchEngine, a: Architecture, precision: str, sizes: Sizes) -> Callable[[], None]:
+    limits = replace(sizes.limits, max_num_tokens=sizes.num_tokens, max_seq_len=sizes.long)
+    session = random_session(engine, contract_of(a, taps=TAPS, precision=precision, limits=limits))
+    items = random_items(sizes.num_batches * sizes.num_tokens // sizes.length, sizes.length, a.vocab_size)
+
+    def call() -> None:
+        num_records = sum(isinstance(answer, Record) for answer in session.extract(items))
+        if num_records != len(items):
+            raise SystemExit(f"{precision}: {num_records} records for {len(items)} sequences")
+
+    call()
+    return call
+
+
+def _passes(engine: TorchEngine, name: str, a: Architecture, lengths: list[int], against: tuple[str, ...]) -> Contender:
+    call = _pass(engine, lengths, a.vocab_size)
+    return Contender(name, sum(lengths), on_device(call), _flops(a, lengths), against)
+
+
+def _pass(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Callable[[], None]:
+    batch = _batch(engine, lengths, vocab_size)
+    engine._forward(batch)
+    return lambda: engine._forward(batch)
+
+
+def _batch(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Batch:
+    batch = engine._even_batch(sum(lengths), len(lengths))
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+    batch.sequence_lengths.copy_(sizes)
+    batch.last_token_ids.copy_(sizes.cumsum(0, dtype=torch.int32))
+    batch.input_ids.copy_(torch.randint(0, vocab_size, (sum(lengths),), dtype=torch.int32))
+    return batch
+
+
+def _products_alone(engine: TorchEngine, name: str, a: Architecture, sizes: Sizes) -> Contender:
+    """All products of all layers, over all rows, on what the last pass left in the buffers."""
+    space, op = engine._space.of(sizes.num_tokens), engine._operations
+
+    def call() -> None:
+        for layer in engine._decoder.layers:
+            op.multiply(space.rows("hidden", layer.qkv), layer.qkv, space.qkv)
+            op.multiply(space.rows("attended", layer.o), layer.o, space.delta)
+            op.multiply(space.rows("hidden", layer.gate_up), layer.gate_up, space.gate_up)
+            op.multiply(space.rows("inner", layer.down), layer.down, space.delta)
+
+    flops = 2 * sizes.num_tokens * a.num_layers * sum(_product_sizes(a))
+    return Contender(f"{name} {PRODUCTS}", sizes.num_tokens, on_device(call), flops)
+
+
+def _product_sizes(a: Architecture) -> tuple[int, int]:
+    """Weights of a layer's product of queries, keys and values; and of its other products."""
+    q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    return a.hidden_size * (q_size + 2 * kv_size), a.hidden_size * q_size + 3 * a.hidden_size * a.intermediate_size
+
+
+def _flops(a: Architecture, lengths: list[int]) -> int:
+    """What a pass to ``final@last`` computes: every product for every token, but in the last layer, after its attention, for
+    last rows alone; and causal attention, 4 x q x length x (length + 1) / 2 a layer and sequence."""
+    first, rest = _product_sizes(a)
+    num_tokens, attention = sum(lengths), sum(2 * n * (n + 1) for n in lengths) * a.num_heads * a.head_dim
+    skipped = 2 * (num_tokens - len(lengths)) * rest
+    return a.num_layers * (2 * num_tokens * (first + rest) + attention) - skipped

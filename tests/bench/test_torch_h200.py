@@ -1,0 +1,152 @@
+"""The card's benchmark on tiny shapes on the CPU: every part has its rows and ratios; a peer's process keeps the protocol."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+import contenders  # noqa: E402
+import torch_h200  # noqa: E402
+import vllm_peer  # noqa: E402
+from our_contenders import Sizes, _flops, _product_sizes  # noqa: E402
+from torch_models import LLAMA_2_7B, QWEN3_8B  # noqa: E402
+
+SIZES = Sizes(num_tokens=256, length=128, long=200, longest=512, num_batches=2)
+TINY = {
+    name: dataclasses.replace(a, num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=a.num_kv_heads // 8, head_dim=16, vocab_size=99)
+    for name, a in (("llama-2-7b", LLAMA_2_7B), ("qwen3-8b", QWEN3_8B))
+}  # fmt: skip
+
+STAND_IN = '''
+import os
+__version__ = "a stand-in"
+KIND = os.environ["STAND_IN_VLLM"]
+
+class LLM:
+    def __init__(self, model, **options):
+        print("words of the library")
+        os.write(1, b"words of a library beneath it\\n")
+        if KIND == "ends at the start":
+            raise RuntimeError("no card for this")
+        assert options["load_format"] == "dummy" and options["runner"] == "pooling"
+        self.num_calls = 0
+
+    def embed(self, prompts, use_tqdm):
+        self.num_calls += 1
+        if KIND == "ends in a round" and self.num_calls > 1:
+            os._exit(3)
+        if KIND == "is silent" and self.num_calls > 1:
+            import time
+            time.sleep(60)
+        vectors = [[0.0] for prompt in prompts if len(prompt["prompt_token_ids"]) == 128]
+        return vectors[1:] if KIND == "loses a vector" else vectors
+'''
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Installs a stand-in for vLLM of a kind, here and in the processes that are started."""
+
+    def install(kind):
+        (tmp_path / "vllm.py").write_text(STAND_IN)
+        monkeypatch.setenv("STAND_IN_VLLM", kind)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return install
+
+
+@pytest.fixture
+def peer(tmp_path, stand_in):
+    started = []
+
+    def start(kind):
+        stand_in(kind)
+        model = vllm_peer.write_model_folder(tmp_path / "model", torch_h200.llama_config(TINY["llama-2-7b"]))
+        one = vllm_peer.VllmPeer(model, quantization="fp8", max_num_batched_tokens=256, log=tmp_path / "log")
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        one.close()
+        assert one._process.returncode is not None
+
+
+def test_a_peer_s_process_runs_a_round_whenever_it_is_told_to(peer):
+    one = peer("right")
+    one.wait_ready(60)
+    assert one.version == "a stand-in" and one.name == "vllm fp8 256" and one.num_tokens == 256
+    assert [one.milliseconds(60) > 0 for _ in range(3)] == [True] * 3
+    one.close()
+    assert one._process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("ends at the start", "no card for this"),
+        ("ends in a round", "the process ended"),
+        ("is silent", "no answer within 1 s"),
+        ("loses a vector", "15 vectors for 16 prompts"),
+    ],
+)
+def test_a_peer_that_fails_says_why(peer, kind, words, monkeypatch):
+    monkeypatch.setattr(vllm_peer, "END_S", 0.5)
+    one = peer(kind)
+    with pytest.raises(vllm_peer.PeerFailed) as error:
+        one.wait_ready(60)
+        one.milliseconds(1 if kind == "is silent" else 60)
+    assert words in str(error.value) and "words of the library" in str(error.value)
+
+
+@pytest.fixture
+def report(stand_in, monkeypatch):
+    def measure(parts, kind="right"):
+        if kind is not None:
+            stand_in(kind)
+        monkeypatch.setattr(torch_h200.torch, "compile", lambda model: model)
+        monkeypatch.setattr(contenders, "RUNS", 1)
+        return torch_h200.measured(parts, {"card": "none"}, SIZES, TINY)
+
+    return measure
+
+
+def test_every_part_has_its_rows_and_ratios_in_every_round(report, capsys):
+    found = report([*torch_h200.PARTS])
+    assert [part["name"] for part in found["sittings"]] == [*torch_h200.PARTS] and found["notes"] == []
+    rows = [{row["name"] for row in part["rows"]} for part in found["sittings"]]
+    ours = {f"llama-2-7b {p}{kind}" for p in ("fp8", "bfloat16") for kind in ("", " mixed", " 200", " 512", " products alone", " deterministic")}
+    assert rows[0] == ours and rows[3] == {name.replace("llama-2-7b", "qwen3-8b") for name in ours if "deterministic" not in name}
+    limit = {f"llama-2-7b {p} {kind}" for p in ("fp8", "bfloat16") for kind in ("ids to host vectors", "products alone")}
+    transformers = {f"llama-2-7b transformers {kind} bf16" for kind in ("eager", "compiled")}
+    assert rows[1] == limit | transformers | {"llama-2-7b vllm bf16 256", "llama-2-7b vllm fp8 256"}
+    assert rows[2] == limit | {"llama-2-7b vllm bf16 512", "llama-2-7b vllm fp8 512"}
+    assert all(len(row["rounds_ms"]) == contenders.ROUNDS and row["tokens_per_s"] > 0 for part in found["sittings"] for row in part["rows"])
+    ratios = found["sittings"][1]["ratios"]
+    assert len(ratios) == 10 and "llama-2-7b fp8 ids to host vectors / llama-2-7b vllm fp8 256" in ratios
+    assert "llama-2-7b fp8 mixed / llama-2-7b fp8" in found["sittings"][0]["ratios"]
+    torch_h200._print(found)
+    assert "llama-2-7b vllm fp8 512" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_not_there_or_does_not_start_is_left_out_with_a_note(report):
+    found = report(["wide-peers"], kind="ends at the start")
+    assert len(found["sittings"][0]["rows"]) == 4
+    assert len(found["notes"]) == 2 and all("left out: vllm" in note and "no card for this" in note for note in found["notes"])
+
+
+def test_without_vllm_a_note_says_so(report, monkeypatch):
+    monkeypatch.setattr(torch_h200.importlib.util, "find_spec", lambda name: None)
+    assert report(["wide-peers"], kind=None)["notes"] == ["vLLM at 512 tokens a batch is left out: it is not installed here"]
+
+
+def test_the_operations_of_a_pass_are_those_that_it_computes():
+    """Two sequences, one layer: queries, keys and values of every token, the rest of the layer for two rows."""
+    a = dataclasses.replace(TINY["qwen3-8b"], num_layers=1)
+    assert _product_sizes(a) == (32 * (64 + 2 * 16), 32 * 64 + 3 * 32 * 48)
+    attention = 4 * 64 * (1 + 2 + 3 + 1 + 2)
+    assert _flops(a, [3, 2]) == 2 * 5 * 3072 + 2 * 2 * 6656 + attention
