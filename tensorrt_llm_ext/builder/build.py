@@ -2,7 +2,7 @@
 
 ::
 
-    settings = settings_from_recipe(recipe, card, architecture)
+    settings = settings_from_recipe(recipe, cards, architecture)
     with published(out) as folder:
         write(checkpoint, folder, settings)             # what the backend runs: model.onnx and weights, or weights
         checkpoint.tokenizer().save(folder)
@@ -16,7 +16,7 @@ import dataclasses
 import errno
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def build_engine(
     out: Path | str,
     *,
     recipe: Recipe | Path | str | None = None,
-    card: Card | Path | str = "cpu",
+    card: Card | Path | str | Sequence[Card | Path | str] = "cpu",
     taps: str | None = None,
     precision: str | None = None,
     max_seq_len: int | None = None,
@@ -67,7 +67,8 @@ def build_engine(
 ) -> Contract:
     """Build the engine of a checkpoint for a card and publish it as the directory ``out``; return its contract.
 
-    What is given here goes before the recipe, what the recipe leaves open the card and the model decide.
+    What is given here goes before the recipe, what the recipe leaves open the card and the model decide. Of several
+    cards one engine serves all, or it is refused.
     ``calibration`` is text for fp8 to be measured on (default: the demo's prompts). Raises
     CheckpointError, RecipeError, TapError, BuildError or DiskFull; ``out`` then does not exist, or is as it was.
     """
@@ -82,17 +83,21 @@ def build_engine(
     )
     recipe = Recipe() if recipe is None else recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
-    card = card if isinstance(card, Card) else load_card(card)
+    cards = tuple(one if isinstance(one, Card) else load_card(one) for one in _several(card))
     with open_checkpoint(checkpoint_path) as checkpoint:
-        settings = settings_from_recipe(recipe, card, checkpoint.architecture)
-        write = _writer(settings, card, calibration)
+        settings = settings_from_recipe(recipe, cards, checkpoint.architecture)
+        write = _writer(settings, cards, calibration)
         try:
             return _build(checkpoint, Path(out), settings, write, progress or (lambda step, done, total: None))
         except OSError as error:
             raise _file_error(error, Path(out)) from error
 
 
-def _writer(settings: BuildSettings, card: Card, calibration: Path | str | None) -> Writer:
+def _several(card: Card | Path | str | Sequence[Card | Path | str]) -> Sequence[Card | Path | str]:
+    return (card,) if isinstance(card, (Card, Path, str)) else card
+
+
+def _writer(settings: BuildSettings, cards: Sequence[Card], calibration: Path | str | None) -> Writer:
     """Find what writes the engine of a backend.
 
     Raises BuildError when nothing here does, RecipeError for a calibration that nothing would use.
@@ -111,7 +116,7 @@ def _writer(settings: BuildSettings, card: Card, calibration: Path | str | None)
     if settings.backend == "trt" and settings.precision in TRT_PRECISIONS:
         return partial(write_trt_engine, calibration=calibration)
     raise BuildError(
-        f"there is no builder for the card '{card.name}' here",
+        f"there is no builder for the card '{', '.join(card.name for card in cards)}' here",
         expected=f"backend torch, backend ort with {' or '.join(ORT_PRECISIONS)}, or backend trt with "
         f"{' or '.join(TRT_PRECISIONS)}",
         found=f"backend {settings.backend} with {settings.precision}",

@@ -15,7 +15,9 @@ from tensorrt_llm_ext.cli import verb
 @click.argument("recipe", required=False)
 @click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="A Hugging Face folder or a GGUF file.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The engine directory to make.")
-@click.option("--card", default="cpu", help="A card of build_recipes/cards/, or the path of a TOML file.")
+@click.option(
+    "--card", "cards", multiple=True, default=["cpu"], help="A card of build_recipes/cards/, or the path of a TOML file; repeatable."
+)
 @click.option("--taps", help="For example 'final@last,layer:16@mean', or eagle3.  [default: the recipe's, or final@last]")
 @click.option("--precision", help="float32, float16 …  [default: the recipe's, or the card's first]")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Text that fp8 is measured on.  [default: the demo's prompts]")
@@ -24,7 +26,7 @@ def command(
     recipe: str | None,
     checkpoint: Path,
     out: Path,
-    card: str,
+    cards: tuple[str, ...],
     taps: str | None,
     precision: str | None,
     calibration: Path | None,
@@ -35,6 +37,9 @@ def command(
 
     RECIPE is a name of build_recipes/ or the path of a TOML file; without one, sound defaults for any checkpoint that
     is served. Options go before the recipe, the recipe before the card. The engine appears whole, or not at all.
+
+    Several cards (--card l40s --card rtx5090) get one engine: TensorRT-RTX compiles one plan for all their compute
+    capabilities. Cards of different backends or hosts are built once for each.
     """
     from tensorrt_llm_ext.builder import build_engine
     from tensorrt_llm_ext.checks import describe
@@ -46,7 +51,7 @@ def command(
             checkpoint,
             out,
             recipe=recipe,
-            card=card,
+            card=cards,
             taps=taps,
             precision=precision,
             max_seq_len=max_seq_len,

@@ -28,11 +28,6 @@ class Card:
     default_seq_len: int | None = within(1, default=None)
     """Tokens of the longest sequence, where neither the recipe nor the caller says. None: the recipe's own default."""
 
-    @property
-    def compute_capabilities(self) -> tuple[str, ...]:
-        """What an engine for this card is compiled for."""
-        return (self.compute_capability,) if self.compute_capability else ()
-
     def check_precision(self, precision: Precision) -> None:
         """Raise RecipeError when the card cannot compute in ``precision``."""
         if precision not in self.precisions:

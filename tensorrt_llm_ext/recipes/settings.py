@@ -1,8 +1,9 @@
-"""BuildSettings: what a recipe means for one card and one model, with every choice made."""
+"""BuildSettings: what a recipe means for one model and the cards that one engine serves, with every choice made."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
@@ -26,7 +27,7 @@ class BuildSettings:
     limits: Limits
     backend: str
     platform: str
-    compute_capabilities: tuple[str, ...]  # none on a CPU
+    compute_capabilities: tuple[str, ...]  # of the cards, lowest first; none on a CPU
     fp8_harm: float | None = None  # None: not fp8, or the products are given
     fp8_kept: tuple[str, ...] | None = None
     is_deterministic: bool = False
@@ -36,25 +37,54 @@ class BuildSettings:
         return fingerprint(dataclasses.asdict(self))
 
 
-def settings_from_recipe(recipe: Recipe, card: Card, architecture: Architecture) -> BuildSettings:
-    """Make every choice that the recipe leaves open.
+def settings_from_recipe(recipe: Recipe, cards: Sequence[Card], architecture: Architecture) -> BuildSettings:
+    """Make every choice that the recipe leaves open; one engine serves all ``cards``, in whatever order they are named.
 
-    Raises RecipeError for a recipe of another model, a precision that the card lacks or limits that contradict each
-    other, TapError for a tap that the model lacks, UnsupportedCheckpoint for a length the model cannot be run at exactly.
+    What cards choose is the smallest of theirs, and the first card's first precision that all of them have. Raises
+    RecipeError for a recipe of another model, cards that no one engine serves, a precision that a card lacks or limits
+    that contradict each other, TapError for a tap that the model lacks, UnsupportedCheckpoint for a length the model
+    cannot be run at exactly.
     """
     recipe.check_model(architecture)
-    precision = recipe.precision or card.precisions[0]
-    card.check_precision(precision)
+    for field in ("backend", "platform"):
+        _check_same(cards, field)
+    precision = recipe.precision or _first_shared_precision(cards)
+    for card in cards:
+        card.check_precision(precision)
+    capabilities = {card.compute_capability for card in cards if card.compute_capability}
     return BuildSettings(
         taps=parse_taps(recipe.taps, architecture.num_layers),
         precision=precision,
-        limits=_limits(recipe, card, architecture),
-        backend=card.backend,
-        platform=card.platform,
-        compute_capabilities=card.compute_capabilities,
+        limits=_limits(recipe, cards, architecture),
+        backend=cards[0].backend,
+        platform=cards[0].platform,
+        compute_capabilities=tuple(sorted(capabilities, key=lambda text: [int(part) for part in text.split(".")])),
         fp8_harm=float(recipe.fp8_harm) if precision == "fp8" and recipe.fp8_kept is None else None,
         fp8_kept=_kept(recipe, architecture) if precision == "fp8" else None,
         is_deterministic=recipe.is_deterministic,
+    )
+
+
+def _check_same(cards: Sequence[Card], field: str) -> None:
+    """Raise RecipeError for cards of several backends or hosts, or for no card: an engine belongs to one."""
+    if len({getattr(card, field) for card in cards}) != 1:
+        raise RecipeError(
+            f"no one engine serves these cards: they do not have one {field}",
+            expected=f"one or more cards, all of one {field}",
+            found=", ".join(f"{card.name} {getattr(card, field)}" for card in cards) or "no card",
+            fix="build once for each, into folders of their own",
+        )
+
+
+def _first_shared_precision(cards: Sequence[Card]) -> Precision:
+    for precision in cards[0].precisions:
+        if all(precision in card.precisions for card in cards):
+            return precision
+    raise RecipeError(
+        "no one engine serves these cards: they share no precision",
+        expected="one that all of them have",
+        found="; ".join(f"{card.name} {', '.join(card.precisions)}" for card in cards),
+        fix="build once for each, into folders of their own",
     )
 
 
@@ -83,9 +113,9 @@ def longest_exact(architecture: Architecture) -> tuple[int, str]:
     return min(bounds)
 
 
-def _limits(recipe: Recipe, card: Card, architecture: Architecture) -> Limits:
+def _limits(recipe: Recipe, cards: Sequence[Card], architecture: Architecture) -> Limits:
     longest, bound = longest_exact(architecture)
-    max_seq_len = recipe.max_seq_len or min(longest, card.default_seq_len or recipe.longest_default)
+    max_seq_len = recipe.max_seq_len or min(longest, *(card.default_seq_len or recipe.longest_default for card in cards))
     if max_seq_len > longest:
         raise UnsupportedCheckpoint(
             "the sequences would be longer than the model can be run at exactly",
@@ -93,11 +123,11 @@ def _limits(recipe: Recipe, card: Card, architecture: Architecture) -> Limits:
             found=f"max_seq_len of {max_seq_len} tokens",
             fix=f"build with max_seq_len {longest} or less",
         )
-    opt_num_tokens = recipe.opt_num_tokens or card.opt_num_tokens
+    opt_num_tokens = recipe.opt_num_tokens or min(card.opt_num_tokens for card in cards)
     max_num_tokens = recipe.max_num_tokens or max(opt_num_tokens, max_seq_len)
-    max_batch_size = recipe.max_batch_size or card.max_batch_size
+    max_batch_size = recipe.max_batch_size or min(card.max_batch_size for card in cards)
     padded = max(2 * opt_num_tokens, max_num_tokens)
-    if card.backend == "torch":  # it pads nothing: no bound but that of the other limits
+    if cards[0].backend == "torch":  # it pads nothing: no bound but that of the other limits
         padded = max(max_batch_size * max_seq_len, max_num_tokens)
     limits = Limits(
         max_num_tokens=max_num_tokens,

@@ -52,7 +52,7 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("card", ["l40s", "rtx5090", "dgx-spark"])
+@pytest.mark.parametrize("card", ["l40s", "rtx5090", "dgx-spark", ("l40s", "rtx5090")])
 def test_a_plan_multiplies_every_linear_in_fp8(card, checkpoint, text, tmp_path):
     pytest.importorskip("tensorrt_rtx_bindings")
     contract = build_engine(checkpoint, tmp_path / "engine", recipe=EVERYTHING, card=card, calibration=text)

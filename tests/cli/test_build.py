@@ -34,6 +34,8 @@ def test_options_go_before_the_recipe(command, checkpoint_path, tmp_path):
     [
         (["--taps", "layer:8@last"], "before and after the final norm differ"),
         (["--card", "cpuu"], "there is no card named 'cpuu'"),
+        (["--card", "l40s", "--card", "cpu"], "l40s trt, cpu ort"),
+        (["--card", "l40s", "--card", "a100", "--precision", "fp8"], "the card 'a100' (NVIDIA A100) cannot build fp8"),
         (["--precision", "bfloat16"], "cannot build bfloat16 engines"),
         (["--max-seq-len", "100000"], "longer than the model can be run at exactly"),
         (["smollm2-135m"], "is for another model"),
@@ -45,6 +47,13 @@ def test_a_request_that_cannot_be_is_bad_input_and_leaves_nothing(command, check
     result = command("build", "--checkpoint", checkpoint_path, "--out", tmp_path / "engine", *options)
     assert result.exit_code == 2 and words in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_cards_are_named_one_by_one(command, checkpoint_path, tmp_path):
+    pytest.importorskip("tensorrt_rtx_bindings")
+    words = ["build", "--checkpoint", checkpoint_path, "--out", tmp_path / "engine", "--precision", "float16"]
+    result = command(*words, "--card", "rtx5090", "--card", "l40s")
+    assert result.exit_code == 0 and "compute capability 8.9, 12.0, host linux-x86_64" in result.stdout
 
 
 def test_without_a_checkpoint_the_usage_is_wrong(command, tmp_path):

@@ -71,7 +71,7 @@ def test_a_recipe_fits_its_own_model_and_no_other(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_recipe_can_be_built_for_every_card(name, card):
     card = load_card(card)
-    settings = settings_from_recipe(load_recipe(name), card, architecture(name))
+    settings = settings_from_recipe(load_recipe(name), (card,), architecture(name))
     assert settings.precision == card.precisions[0]
     longest = load_recipe(name).max_seq_len or card.default_seq_len or 8192
     assert settings.limits.max_seq_len == min(longest, CONFIGS[name].max_position_embeddings)
@@ -79,4 +79,4 @@ def test_every_recipe_can_be_built_for_every_card(name, card):
 
 def test_a_plan_takes_128_tokens_an_input_unless_asked_for_more():
     recipe, card = load_recipe("qwen3-8b"), load_card("rtx5090")
-    assert settings_from_recipe(recipe, card, architecture("qwen3-8b")).limits.max_seq_len == 128
+    assert settings_from_recipe(recipe, (card,), architecture("qwen3-8b")).limits.max_seq_len == 128

@@ -17,8 +17,8 @@ CONFIG = dict(
 CPU = load_card("cpu")
 
 
-def settings(recipe=Recipe(), card=CPU, **config):
-    return settings_from_recipe(recipe, card, architecture_from_config(CONFIG | config))
+def settings(recipe=Recipe(), *cards, **config):
+    return settings_from_recipe(recipe, cards or (CPU,), architecture_from_config(CONFIG | config))
 
 
 def test_the_defaults_serve_a_prompt_as_long_as_the_model_allows():
@@ -92,7 +92,7 @@ def test_a_tap_that_the_model_lacks_is_refused():
 
 
 def test_the_fingerprint_is_of_what_decides_not_of_names():
-    same = settings_from_recipe(Recipe(name="x"), replace(CPU, name="y", title="z"), architecture_from_config(CONFIG))
+    same = settings_from_recipe(Recipe(name="x"), (replace(CPU, name="y", title="z"),), architecture_from_config(CONFIG))
     assert same.fingerprint() == settings().fingerprint()
     for recipe in (Recipe(taps="final@all"), Recipe(max_seq_len=7), Recipe(precision="float16"), Recipe(max_batch_size=2)):
         assert settings(recipe).fingerprint() != same.fingerprint()
@@ -122,5 +122,50 @@ def test_a_product_that_the_model_does_not_have_cannot_be_kept(name):
 
 
 def test_backend_torch_pads_nothing_so_padding_bounds_no_batch():
-    limits = settings(card=H200).limits
+    limits = settings(Recipe(), H200).limits
     assert limits.max_padded_tokens == limits.max_batch_size * limits.max_seq_len
+
+
+A100, L40S, RTX5090 = (replace(load_card(name), max_batch_size=size) for name, size in (("a100", 3), ("l40s", 2), ("rtx5090", 1)))
+
+
+def test_several_cards_get_the_smallest_of_their_choices_and_all_their_capabilities():
+    found = settings(Recipe(), RTX5090, A100, replace(L40S, opt_num_tokens=70, default_seq_len=20))
+    assert found.compute_capabilities == ("8.0", "8.9", "12.0")  # by number, not by text
+    assert (found.limits.max_batch_size, found.limits.opt_num_tokens, found.limits.max_seq_len) == (1, 70, 20)
+
+
+def test_the_order_of_cards_and_cards_of_one_capability_make_no_difference():
+    same = replace(L40S, name="rtx4090")
+    assert settings(Recipe(), RTX5090, L40S).fingerprint() == settings(Recipe(), L40S, same, RTX5090).fingerprint()
+    assert settings(Recipe(), L40S, same).fingerprint() == settings(Recipe(), L40S).fingerprint()
+    assert settings(Recipe(), L40S, RTX5090).fingerprint() != settings(Recipe(), L40S).fingerprint()
+
+
+def test_several_cards_compute_in_the_first_precision_that_all_have():
+    first = replace(L40S, precisions=("fp8", "float16", "bfloat16"))
+    assert settings(Recipe(), first, A100).precision == "float16"
+    with pytest.raises(RecipeError, match="the card 'a100' .* cannot build fp8"):
+        settings(Recipe(precision="fp8"), first, A100)
+    with pytest.raises(RecipeError, match="share no precision") as error:
+        settings(Recipe(), replace(L40S, precisions=("fp8",)), A100)
+    assert error.value.found == "l40s fp8; a100 bfloat16, float16"
+
+
+@pytest.mark.parametrize(
+    ("cards", "field", "found"),
+    [
+        ((L40S, CPU), "backend", "l40s trt, cpu ort"),
+        ((L40S, load_card("dgx-spark")), "platform", "l40s linux-x86_64, dgx-spark linux-aarch64"),
+    ],
+)
+def test_cards_of_several_backends_or_hosts_are_built_once_for_each(cards, field, found):
+    with pytest.raises(RecipeError, match=f"do not have one {field}") as error:
+        settings(Recipe(), *cards)
+    assert error.value.found == found and "once for each" in error.value.fix
+
+
+def test_an_engine_for_no_card_is_refused():
+    with pytest.raises(RecipeError) as error:
+        settings_from_recipe(Recipe(), (), architecture_from_config(CONFIG))
+    assert error.value.found == "no card"
