@@ -1,8 +1,9 @@
-"""Checks: an engine against transformers, its speed beside it, and what anything at a path is."""
+"""Checks: an engine against transformers or another engine, its speed, and what anything at a path is."""
 
 from tensorrt_llm_ext.checks.bench import NUM_ROUNDS, BenchResult, bench, usable_cores
 from tensorrt_llm_ext.checks.comparison import TOLERANCES, TapComparison, Tolerance, compare
 from tensorrt_llm_ext.checks.description import describe
+from tensorrt_llm_ext.checks.engines import EngineComparison, compare_engines
 from tensorrt_llm_ext.checks.facts import Description
 from tensorrt_llm_ext.checks.prompts import Prompts, read_prompts
 from tensorrt_llm_ext.checks.reference import reference_states
@@ -13,12 +14,14 @@ __all__ = [
     "TOLERANCES",
     "BenchResult",
     "Description",
+    "EngineComparison",
     "Prompts",
     "TapComparison",
     "Tolerance",
     "Verification",
     "bench",
     "compare",
+    "compare_engines",
     "describe",
     "read_prompts",
     "reference_states",

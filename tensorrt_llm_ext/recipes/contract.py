@@ -171,7 +171,11 @@ class Contract:
     format_version: int = FORMAT_VERSION
 
     def engine_fingerprint(self) -> str:
-        """Identity of the engine: everything that decides its numbers, nothing that only describes the build.
+        """Hash of the engine's ``identity``."""
+        return fingerprint(self.identity())
+
+    def identity(self) -> dict:
+        """What makes the engine this one, as JSON types: all that decides its numbers, nothing that describes the build.
 
         Of a file whose bytes differ from build to build only the name counts. The same recipe and checkpoint, built
         twice by the same version, are the same engine; the two contracts then differ in the size and hash of these
@@ -183,7 +187,7 @@ class Contract:
         described["files"] = [_identity(file) for file in self.files]
         if not self.profiles:
             del described["profiles"]
-        return fingerprint(described)
+        return described
 
     def output_of(self, tap: Tap) -> TensorSpec:
         """Find the output tensor that carries ``tap``. Raises ContractError when no output does."""

@@ -10,7 +10,7 @@ import tiny
 
 from tensorrt_llm_ext.builder import build_engine, trt_engine, trt_library
 from tensorrt_llm_ext.builder.trt_library import Library, library_for
-from tensorrt_llm_ext.checks import describe
+from tensorrt_llm_ext.checks import compare_engines, describe
 from tensorrt_llm_ext.errors import BuildError, DiskFull, MissingExtra, RecipeError
 from tensorrt_llm_ext.recipes import load_card, read_contract
 
@@ -105,6 +105,8 @@ def test_the_memory_estimate_names_its_formula(engine):
 def test_the_same_build_twice_is_the_same_engine(engine, checkpoint, tmp_path):
     again = build_engine(checkpoint, tmp_path / "again", card="rtx5090", taps=TAPS, max_seq_len=256)
     assert again.engine_fingerprint() == read_contract(engine).engine_fingerprint()
+    found = compare_engines(engine, tmp_path / "again")
+    assert found.is_same_engine and {d.field.partition(".")[0] for d in found.differences} <= {"build", "files"}
 
 
 def test_other_bytes_of_the_plan_are_the_same_engine_and_another_graph_is_not(engine):

@@ -30,3 +30,24 @@ def test_something_unknown_exits_with_1_and_says_what_was_looked_for(command, tm
 def test_nothing_at_the_path_is_bad_input(command, tmp_path):
     result = command("show", tmp_path / "none")
     assert result.exit_code == 2 and "there is nothing at" in result.stderr
+
+
+def test_an_engine_is_held_against_another(command, engine_path, checkpoint_path, tmp_path):
+    result = command("show", engine_path, "--against", engine_path)
+    assert (result.exit_code, result.stdout) == (0, "The same engine: the contracts are equal.\n")
+    other = tmp_path / "other"
+    words = ["--taps", "final@last,layer:3@all", "--max-seq-len", 64]
+    assert command("build", "--checkpoint", checkpoint_path, "--out", other, *words).exit_code == 0
+    result = command("show", engine_path, "--against", other)
+    assert result.exit_code == 1 and result.stdout.startswith("Not the same engine. The contracts differ in:")
+    (line,) = [line for line in result.stdout.splitlines() if "limits.max_seq_len" in line]
+    assert line.strip("│ ").split() == ["limits.max_seq_len", "│", "yes", "│", "128", "│", "64"]
+    assert "Why: recipe, card or options are not the same" in result.stdout
+    value = json.loads(command("show", engine_path, "--against", other, "--json").stdout)
+    assert value["is_same_engine"] is False and value["against"] == str(other)
+    assert {"field": "limits.max_seq_len", "is_identity": True, "here": "128", "there": "64"} in value["differences"]
+
+
+def test_an_engine_held_against_no_engine_is_bad_input(command, engine_path, checkpoint_path):
+    result = command("show", engine_path, "--against", checkpoint_path)
+    assert result.exit_code == 2 and "is not an engine directory" in result.stderr
