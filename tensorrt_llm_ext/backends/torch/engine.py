@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import ModuleType
 
@@ -113,12 +114,7 @@ class TorchEngine:
                     with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):
                         self._forward(batch)
         except Exception as error:  # torch, Triton and the libraries beneath share no base class
-            raise BackendError(
-                "torch failed to run a batch",
-                expected="a batch that comes back",
-                found=error,
-                fix="read the library's words above; keep the input and report it if they name none of your files",
-            ) from error
+            raise _failed(error, _device_error(error, stream, self._device)) from error
 
     def warm_up(self) -> None:
         """Run every shape of a product once, and every kernel: nothing is compiled or loaded after this."""
@@ -133,10 +129,10 @@ class TorchEngine:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        if self._decoder is not None and self._device.type == "cuda":
-            self._decoder = self._space = None
-            torch.cuda.empty_cache()
-        self._decoder = self._space = None
+        was_open, self._decoder, self._space = self._decoder is not None, None, None
+        if was_open and self._device.type == "cuda":
+            with contextlib.suppress(torch.AcceleratorError):  # of a device that failed: its memory went with its context
+                torch.cuda.empty_cache()
 
     def _forward(self, batch: Batch) -> None:
         forward(self._operations, self._decoder, self._space, batch)
@@ -223,6 +219,33 @@ def _incompatible(path: Path, wanted: tuple[str, ...], found: str, fix: str) -> 
         expected=f"compute capability {' or '.join(wanted)}",
         found=found,
         fix=fix,
+    )
+
+
+def _device_error(error: Exception, stream: int, device: torch.device) -> Exception | None:
+    """What the device itself failed with: then every later call fails. None for an error of one call."""
+    if isinstance(error, torch.AcceleratorError) or device.type == "cpu":
+        return error if isinstance(error, torch.AcceleratorError) else None
+    try:
+        torch.cuda.ExternalStream(stream, device).query()
+    except torch.AcceleratorError as lost:
+        return lost
+    return None
+
+
+def _failed(error: Exception, lost: Exception | None) -> BackendError:
+    if lost is not None:
+        return BackendError(
+            "the device failed",
+            expected="a batch that comes back",
+            found=str(lost).partition("\n")[0],
+            fix="see dmesg and nvidia-smi; start a new process, open a new session and resume the run",
+        )
+    return BackendError(
+        "torch failed to run a batch",
+        expected="a batch that comes back",
+        found=error,
+        fix="read the library's words above; keep the input and report it if they name none of your files",
     )
 
 
