@@ -13,6 +13,7 @@ from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint.architecture import architecture_from_config
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
 
+SESSION_BYTES = 50e6  # its own slots and buffers are beside the engine
 BIG = dict(
     vocab_size=2000, hidden_size=1024, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=2, head_dim=128, max_position_embeddings=512, tie_word_embeddings=True,
@@ -110,11 +111,32 @@ print(resident("VmHWM") - floor, read_contract(engine).memory.host_bytes)
 """
 
 
-@pytest.mark.slow  # three loads of a 700 MB engine
+def measured_and_estimated(engine, batch_size, length) -> tuple[int, int]:
+    """Bytes by which a fresh process grew that opened the engine and ran its largest batch, and what the contract says."""
+    command = [sys.executable, "-c", LOAD, str(engine), str(batch_size), str(length)]
+    measured, estimate = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    print(f"{batch_size} x {length}: {measured / 1e6:.0f} MB, estimated {estimate / 1e6:.0f} MB")
+    return measured, estimate
+
+
+@pytest.mark.slow  # two builds of a 700 MB engine
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 512), (64, 8)])
 def test_the_estimate_bounds_what_a_loaded_engine_takes(batch_size, length, big_checkpoint, tmp_path):
     build_engine(big_checkpoint, tmp_path / "engine", max_seq_len=length, max_num_tokens=512, max_padded_tokens=512)
-    command = [sys.executable, "-c", LOAD, str(tmp_path / "engine"), str(batch_size), str(length)]
-    measured, estimate = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
-    print(f"{batch_size} x {length}: {measured / 1e6:.0f} MB, estimated {estimate / 1e6:.0f} MB")
-    assert 0.8 * estimate < measured < estimate + 50e6  # the session's own slots and buffers are beside the engine
+    measured, estimate = measured_and_estimated(tmp_path / "engine", batch_size, length)
+    assert 0.8 * estimate < measured < estimate + SESSION_BYTES
+
+
+@pytest.mark.parametrize(
+    ("limits", "batch_size", "length"),
+    [
+        pytest.param({}, 1, 2048, id="the longest sequence that the recipe allows"),
+        pytest.param(
+            {"max_seq_len": 32, "max_num_tokens": 1024, "max_padded_tokens": 1024}, 32, 32, id="short ones", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_estimate_of_smollm2_is_within_a_fifth_of_what_a_load_takes(limits, batch_size, length, tmp_path):
+    build_engine(tiny.smollm2_gguf(), tmp_path / "engine", recipe="smollm2-135m", **limits)
+    measured, estimate = measured_and_estimated(tmp_path / "engine", batch_size, length)
+    assert 0.8 * estimate < measured < estimate + SESSION_BYTES
