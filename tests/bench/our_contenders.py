@@ -82,7 +82,7 @@ def end_to_end(
     """Batch after batch through the session, token ids in and records on the host out; and the limit."""
     found = []
     for precision, engine in engines.items():
-        _pass(engine, sizes.even(sizes.length), a.vocab_size)()  # what the products read
+        pass_over(engine, sizes.even(sizes.length), a.vocab_size)()  # what the products read
         limit = _products_alone(engine, f"{name} {precision}", a, sizes)
         call = _extraction(engine, a, precision, sizes)
         ours = f"{name} {precision} {END_TO_END}"
@@ -91,9 +91,11 @@ def end_to_end(
     return found
 
 
-def pass_over(engine: TorchEngine, a: Architecture, sizes: Sizes) -> Callable[[], None]:
-    """One pass over sequences of one length, which has run once."""
-    return _pass(engine, sizes.even(sizes.length), a.vocab_size)
+def pass_over(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Callable[[], None]:
+    """One pass over sequences of these lengths, which has run once."""
+    batch = _batch(engine, lengths, vocab_size)
+    engine._forward(batch)
+    return lambda: engine._forward(batch)
 
 
 def _extraction(engine: TorchEngine, a: Architecture, precision: str, sizes: Sizes) -> Callable[[], None]:
@@ -111,21 +113,16 @@ def _extraction(engine: TorchEngine, a: Architecture, precision: str, sizes: Siz
 
 
 def _passes(engine: TorchEngine, name: str, a: Architecture, lengths: list[int], against: tuple[str, ...]) -> Contender:
-    call = _pass(engine, lengths, a.vocab_size)
+    call = pass_over(engine, lengths, a.vocab_size)
     return Contender(name, sum(lengths), on_device(call), _flops(a, lengths), against)
-
-
-def _pass(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Callable[[], None]:
-    batch = _batch(engine, lengths, vocab_size)
-    engine._forward(batch)
-    return lambda: engine._forward(batch)
 
 
 def _batch(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Batch:
     batch = engine._even_batch(sum(lengths), len(lengths))
     sizes = torch.tensor(lengths, dtype=torch.int32)
     batch.sequence_lengths.copy_(sizes)
-    batch.last_token_ids.copy_(sizes.cumsum(0, dtype=torch.int32))
+    if batch.last_token_ids is not None:
+        batch.last_token_ids.copy_(sizes.cumsum(0, dtype=torch.int32))
     batch.input_ids.copy_(torch.randint(0, vocab_size, (sum(lengths),), dtype=torch.int32))
     return batch
 

@@ -22,8 +22,10 @@ class _Lent:
     """An engine that a session may use and not close."""
 
     def __init__(self, engine: TorchEngine) -> None:
-        self.tensors, self.set_shape, self.set_address = engine.tensors, engine.set_shape, engine.set_address
-        self.enqueue = engine.enqueue
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
 
     def close(self) -> None:
         """Its owner closes it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ import numpy as np
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "backends"), str(TESTS / "store")]
 
+from sequential import dd_speed  # noqa: E402
 from store_answers import make_states_header  # noqa: E402
 from toy_engines import work_item  # noqa: E402
 
@@ -73,13 +73,6 @@ def write_states(folder, header, records, num_sequences):
         return store.num_bytes
 
 
-def dd_speed(path, num_bytes):
-    began = time.perf_counter()
-    count = round(num_bytes / (8 << 20))
-    subprocess.run(["dd", "if=/dev/zero", f"of={path}", "bs=8M", f"count={count}", "conv=fsync"], check=True, capture_output=True)
-    return count * (8 << 20) / (time.perf_counter() - began)
-
-
 def main(folder, gigabytes="4", rounds="5"):
     header = big_header()
     records = list(answers(header))
@@ -95,7 +88,6 @@ def main(folder, gigabytes="4", rounds="5"):
         shutil.rmtree(out)
         os.sync()
         theirs = dd_speed(Path(folder) / "bench-dd", num_bytes)
-        (Path(folder) / "bench-dd").unlink()
         if number < 0:
             continue
         ratios.append(num_bytes / seconds / theirs)

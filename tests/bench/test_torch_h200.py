@@ -129,7 +129,7 @@ def test_every_part_has_its_rows_and_ratios_in_every_round(report, capsys):
     ratios = found["sittings"][1]["ratios"]
     assert len(ratios) == 10 and "llama-2-7b fp8 ids to host vectors / llama-2-7b vllm fp8 256" in ratios
     assert "llama-2-7b fp8 mixed / llama-2-7b fp8" in found["sittings"][0]["ratios"]
-    torch_h200._print(found)
+    torch_h200.print_report(found)
     assert "llama-2-7b vllm fp8 512" in capsys.readouterr().out
 
 

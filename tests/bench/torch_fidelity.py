@@ -1,121 +1,147 @@
-"""How near backend torch stays to float32 on a card, on real prompts: bfloat16, FP8, and FP8 with some products kept.
+"""How near backend torch stays to float32 on real prompts: bfloat16, FP8 as the recipe of the model has it, FP8 everywhere.
 
-    python tests/bench/torch_fidelity.py CHECKPOINT [--rank demo/prompts.jsonl] [--prompts tests/data/held_out.jsonl]
+    python tests/bench/torch_fidelity.py CHECKPOINT --recipe smollm2-135m [--contract FP8_ENGINE/contract.json] [--json FILE]
 
-Reference: the plain operations in float32, on the same card. Every product is put into FP8 alone and its harm on the prompts
-of ``--rank`` measured; then the worst are kept in bfloat16, and the rest is measured on ``--prompts``, which are others.
+Cosines of every row of every tap with the plain operations in float32, on prompts that nothing was calibrated on. What the
+recipe's ``fp8_harm`` keeps in bfloat16 is measured here, as ``build`` does, which takes minutes of a CPU, or read from the
+contract of an engine that was built with it. Without a CUDA card the plain operations are measured, on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch_models import DEVICE
 
-from tensorrt_llm_ext.backends.torch import kernels, plain
+from tensorrt_llm_ext.backends.torch import plain
 from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward
-from tensorrt_llm_ext.backends.torch.loading import _linear, load_decoder
+from tensorrt_llm_ext.backends.torch.engine import _operations
+from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex
 from tensorrt_llm_ext.backends.torch.workspace import make_workspace
+from tensorrt_llm_ext.builder.calibration import calibrate
 from tensorrt_llm_ext.builder.torch_engine import _written
 from tensorrt_llm_ext.checkpoint import open_checkpoint
+from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes
+from tensorrt_llm_ext.recipes import load_recipe
 from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.taps import Tap, parse_taps
 
-LIMITS = Limits(max_num_tokens=16384, max_batch_size=1024, max_seq_len=2048, max_padded_tokens=1 << 40)
-MAX_HARM_WEIGHT = 0.1  # of the worst prompt beside the mean over prompts, in the order of the products
-CARD = torch.device("cuda")
+QUANTILE = 1e-3
 
 
 class Prompts:
-    """Prompts as one packed batch, and the float32 states of every tap."""
+    """Prompts as one packed batch, and what a decoder gives for them at every tap, float32 ``[rows, hidden]``."""
 
-    def __init__(self, path: Path, tokenizer, taps: tuple[Tap, ...], exact: Decoder, architecture) -> None:
+    def __init__(self, path: Path, tokenizer, a: Architecture, taps: tuple[Tap, ...]) -> None:
         texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
         sequences = tokenizer.encode_batch(texts, special_tokens=True)
-        while sum(map(len, sequences)) > LIMITS.max_num_tokens:
-            sequences.pop()
-        lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int32, device=CARD)
-        self.num_prompts, self.num_tokens = len(sequences), int(lengths.sum())
-        self._inputs = (torch.from_numpy(np.concatenate(sequences)).to(CARD), lengths, lengths.cumsum(0, dtype=torch.int32))
-        self._hidden_size = architecture.hidden_size
-        self._right = self.states(plain, exact, make_workspace(architecture, LIMITS, torch.float32, CARD), taps)
+        lengths = torch.tensor([len(ids) for ids in sequences], dtype=torch.int32)
+        self.num_prompts, self.num_tokens, self.longest = len(sequences), int(lengths.sum()), int(lengths.max())
+        self.limits = Limits(self.num_tokens, self.num_prompts, self.longest, 1 << 40)
+        inputs = (torch.from_numpy(np.concatenate(sequences).astype(np.int32)), lengths, lengths.cumsum(0, dtype=torch.int32))
+        self._inputs = [values.to(DEVICE) for values in inputs]
+        self._architecture, self._taps = a, taps
 
-    def states(self, operations, decoder: Decoder, space, taps: tuple[Tap, ...]) -> dict[Tap, torch.Tensor]:
+    def states(self, operations, decoder: Decoder, dtype: torch.dtype) -> dict[Tap, torch.Tensor]:
         rows = {"all": self.num_tokens, "last": self.num_prompts, "mean": self.num_prompts}
-        outputs = {tap: torch.empty(rows[tap.rows], self._hidden_size, device=CARD) for tap in taps}
+        outputs = {tap: torch.empty(rows[tap.rows], self._architecture.hidden_size, device=DEVICE) for tap in self._taps}
+        space = make_workspace(self._architecture, self.limits, dtype, DEVICE)
         forward(operations, decoder, space, Batch(*self._inputs, outputs))
         return outputs
 
-    def cosines(self, decoder: Decoder, space, taps: tuple[Tap, ...]) -> dict[Tap, torch.Tensor]:
-        found = self.states(kernels, decoder, space, taps)
-        return {tap: torch.nn.functional.cosine_similarity(found[tap], self._right[tap], dim=-1) for tap in taps}
-
 
 def main() -> None:
+    arguments = _arguments()
+    report = measured(arguments.checkpoint, load_recipe(arguments.recipe).fp8_harm, arguments.contract, arguments.prompts)
+    print_report(report)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+
+
+@torch.inference_mode()
+def measured(path: Path, harm: float, contract: Path | None, prompts_path: Path) -> dict:
+    """Run every precision over the prompts; the report: cosines by precision and tap, what was kept, on what."""
+    started = time.perf_counter()
+    with open_checkpoint(path) as checkpoint, tempfile.TemporaryDirectory() as folder:
+        a = checkpoint.architecture
+        middle = a.num_layers // 2
+        taps = parse_taps(f"final@last,final@mean,final@all,layer:{middle}@last,layer:{middle}@all", a.num_layers)
+        prompts = Prompts(prompts_path, checkpoint.tokenizer(), a, taps)
+        kept = _kept(checkpoint, contract, harm)
+        weights = _written(checkpoint, Path(folder), [checkpoint.info(name) for name in decoder_shapes(a)], "float32", lambda *_: None)
+
+        def states(operations, dtype: torch.dtype, kept: tuple[str, ...] | None) -> dict[Tap, torch.Tensor]:
+            decoder = load_decoder(
+                Path(folder), WeightIndex(weights, kept or ()), a, num_layers=a.num_layers, max_seq_len=prompts.longest,
+                dtype=dtype, is_fp8=kept is not None, device=DEVICE,
+            )  # fmt: skip
+            return prompts.states(operations, decoder, dtype)
+
+        right = states(plain, torch.float32, None)
+        ours = {"bfloat16": None, f"fp8, {len(kept)} of {len(PRODUCTS) * a.num_layers} products kept": kept, "fp8 everywhere": ()}
+        found = {name: _cosines(states(_operations(DEVICE), torch.bfloat16, kept), right) for name, kept in ours.items()}
+        return {
+            "model": checkpoint.name,
+            "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU, plain operations",
+            "num_prompts": prompts.num_prompts,
+            "num_tokens": prompts.num_tokens,
+            "fp8_harm": harm,
+            "kept": kept,
+            "cosines": {name: {tap.spelling(a.num_layers): row for tap, row in rows.items()} for name, rows in found.items()},
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+
+
+def _kept(checkpoint, contract: Path | None, harm: float) -> tuple[str, ...]:
+    """The products that stay in bfloat16 within ``harm``; from a contract, which must be of this checkpoint and harm."""
+    if contract is None:
+        return calibrate(checkpoint, None, num_layers=checkpoint.architecture.num_layers, most=harm).kept
+    value = json.loads(contract.read_text())
+    facts = value["build"]["calibration"]
+    found = value["fingerprints"]["checkpoint"], facts["harm_allowed"]
+    if found != (checkpoint.fingerprint(), harm):
+        raise SystemExit(f"'{contract}' is of another checkpoint or recipe: {found}")
+    return tuple(facts["kept_products"])
+
+
+def _cosines(found: dict[Tap, torch.Tensor], right: dict[Tap, torch.Tensor]) -> dict[Tap, dict[str, float]]:
+    rows = {}
+    for tap, states in found.items():
+        cosines = torch.nn.functional.cosine_similarity(states.double(), right[tap].double(), dim=-1)
+        if not len(cosines) or not torch.isfinite(cosines).all():
+            raise SystemExit(f"{tap}: nothing to compare, or rows that are not finite")
+        low = torch.quantile(cosines, QUANTILE)
+        rows[tap] = {"mean": cosines.mean().item(), "quantile": low.item(), "min": cosines.min().item(), "rows": len(cosines)}
+    return rows
+
+
+def print_report(report: dict) -> None:
+    print(
+        f"{report['model']} on {report['device']}: {report['num_prompts']} prompts, {report['num_tokens']:,} tokens; cosine of each row with "
+        f"float32; fp8_harm {report['fp8_harm']:g}; {report['seconds']} s"
+    )
+    for name, taps in report["cosines"].items():
+        print(f"{name}")
+        for tap, row in taps.items():
+            print(f"  {tap:20} mean {row['mean']:.6f}  0.1 % {row['quantile']:.5f}  min {row['min']:.5f}  of {row['rows']:,} rows")
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--rank", type=Path, default=Path("demo/prompts.jsonl"))
+    parser.add_argument("--recipe", required=True, help="name or file: its fp8_harm is what FP8 is held to")
+    parser.add_argument("--contract", type=Path, help="of an FP8 engine of the checkpoint: what it keeps is not measured again")
     parser.add_argument("--prompts", type=Path, default=Path("tests/data/held_out.jsonl"))
-    parser.add_argument("--step", type=int, default=8, help="products kept more from line to line")
-    arguments = parser.parse_args()
-    with open_checkpoint(arguments.checkpoint) as checkpoint, torch.inference_mode():
-        a = checkpoint.architecture
-        taps = parse_taps(f"final@last,final@mean,final@all,layer:{a.num_layers // 2}@last,layer:{a.num_layers // 2}@all", a.num_layers)
-        exact, rounded = _loaded(checkpoint)
-        space = make_workspace(a, LIMITS, torch.bfloat16, CARD)
-        prompts, ranking = (
-            Prompts(path, checkpoint.tokenizer(), taps, exact, a) for path in (arguments.prompts, arguments.rank)
-        )
-        fp8 = {
-            (layer, part): _linear([getattr(weights, part).weight], getattr(weights, part).bias, True)
-            for layer, weights in enumerate(exact.layers)
-            for part in PRODUCTS
-        }
-        order = _by_harm(rounded, fp8, ranking, space, taps[0])
-        print(f"{prompts.num_prompts} prompts, {prompts.num_tokens} tokens; cosine with float32, mean and minimum of rows")
-        print("most harmful first:", ",".join(f"{layer}.{part}" for layer, part in order))
-        _print("bfloat16", prompts.cosines(rounded, space, taps), a.num_layers)
-        for count in range(0, len(order) + 1, arguments.step):
-            decoder = _mixed(rounded, fp8, kept=set(order[:count]))
-            _print(f"fp8, {count} of {len(order)} kept", prompts.cosines(decoder, space, taps), a.num_layers)
-
-
-def _loaded(checkpoint) -> tuple[Decoder, Decoder]:
-    """The decoder in float32 and in bfloat16."""
-    a = checkpoint.architecture
-    with tempfile.TemporaryDirectory() as folder:
-        infos = [checkpoint.info(name) for name in decoder_shapes(a)]
-        index = WeightIndex(_written(checkpoint, Path(folder), infos, "float32", lambda done, total: None))
-        shape = dict(num_layers=a.num_layers, max_seq_len=LIMITS.max_seq_len, is_fp8=False, device=CARD)
-        return tuple(load_decoder(Path(folder), index, a, dtype=dtype, **shape) for dtype in (torch.float32, torch.bfloat16))
-
-
-def _mixed(rounded: Decoder, fp8: dict, kept: set) -> Decoder:
-    def layer(number: int, weights):
-        replaced = {part: fp8[number, part] for part in PRODUCTS if (number, part) not in kept}
-        return dataclasses.replace(weights, **replaced)
-
-    return dataclasses.replace(rounded, layers=tuple(layer(*item) for item in enumerate(rounded.layers)))
-
-
-def _by_harm(rounded: Decoder, fp8: dict, prompts: Prompts, space, tap: Tap) -> list[tuple[int, str]]:
-    harm = {}
-    for product in fp8:
-        away = 1 - prompts.cosines(_mixed(rounded, fp8, kept=set(fp8) - {product}), space, (tap,))[tap]
-        harm[product] = away.mean().item() + MAX_HARM_WEIGHT * away.max().item()
-    return sorted(fp8, key=lambda product: -harm[product])
-
-
-def _print(name: str, cosines: dict[Tap, torch.Tensor], num_layers: int) -> None:
-    found = (f"{tap.spelling(num_layers)} {c.mean():.5f} {c.min():.5f}" for tap, c in cosines.items())
-    print(f"{name:24}", " | ".join(found))
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

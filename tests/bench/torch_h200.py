@@ -42,7 +42,7 @@ SHAPES = {"llama-2-7b": LLAMA_2_7B, "qwen3-8b": QWEN3_8B}
 def main() -> None:
     arguments = _arguments()
     report = measured(arguments.parts, machine.card(arguments.commit), has_trace=arguments.trace)
-    _print(report)
+    print_report(report)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(report, file, indent=1)
@@ -66,7 +66,7 @@ def measured(
                 if "wide-peers" in parts:
                     _beside_peers(report, "wide-peers", engines, llama, a, sizes, 2 * sizes.num_tokens)
                 if has_trace:
-                    report["trace"] = traced(pass_over(engines["fp8"], a, sizes))
+                    report["trace"] = traced(pass_over(engines["fp8"], sizes.even(sizes.length), a.vocab_size))
         if "qwen" in parts:
             with _engines(b, sizes) as engines:
                 report["sittings"].append(sitting("qwen", passes_and_products(engines, qwen, b, sizes)))
@@ -135,7 +135,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _print(report: dict) -> None:
+def print_report(report: dict) -> None:
     print(json.dumps(report["machine"]))
     for part in report["sittings"]:
         clocks = [clock for clock in part["clocks_mhz"] if clock is not None]

@@ -1,0 +1,54 @@
+"""The fidelity script on a tiny model on the CPU: every tap of every precision, against float32, over every prompt."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import tiny  # noqa: E402
+import torch_fidelity  # noqa: E402
+
+from tensorrt_llm_ext.checkpoint import open_checkpoint  # noqa: E402
+
+HARM = 6e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.tiny_checkpoint(tmp_path_factory.mktemp("fidelity") / "checkpoint", "qwen3")
+
+
+@pytest.fixture
+def contract(checkpoint, tmp_path):
+    def write(harm=HARM):
+        with open_checkpoint(checkpoint) as opened:
+            facts = {"harm_allowed": harm, "kept_products": {"7.down": 0.1, "0.qkv": 0.2}}
+            value = {"fingerprints": {"checkpoint": opened.fingerprint()}, "build": {"calibration": facts}}
+        (tmp_path / "contract.json").write_text(json.dumps(value))
+        return tmp_path / "contract.json"
+
+    return write
+
+
+def test_every_tap_of_every_precision_is_compared_over_every_prompt(checkpoint, contract, tmp_path, capsys):
+    texts = ["one", "A second, longer prompt.", "the third"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    report = torch_fidelity.measured(checkpoint, HARM, contract(), tmp_path / "prompts.jsonl")
+    assert report["num_prompts"] == 3 and report["kept"] == ("7.down", "0.qkv")
+    assert list(report["cosines"]) == ["bfloat16", "fp8, 2 of 32 products kept", "fp8 everywhere"]
+    rows = {"final@last": 3, "final@mean": 3, "final@all": report["num_tokens"], "layer:4@last": 3, "layer:4@all": report["num_tokens"]}
+    for taps in report["cosines"].values():
+        assert {tap: row["rows"] for tap, row in taps.items()} == rows
+        assert all(row["min"] <= row["quantile"] <= 1.000001 and row["min"] <= row["mean"] for row in taps.values())
+    bfloat16, kept, everywhere = (taps["final@all"]["mean"] for taps in report["cosines"].values())
+    assert 1 > bfloat16 > 0.9995 and bfloat16 > kept > everywhere > 0.9
+    torch_fidelity.print_report(report)
+    assert "3 prompts" in capsys.readouterr().out
+
+
+def test_a_contract_of_another_recipe_is_refused(checkpoint, contract):
+    with open_checkpoint(checkpoint) as opened, pytest.raises(SystemExit, match="another checkpoint or recipe"):
+        torch_fidelity._kept(opened, contract(harm=1e-3), HARM)
