@@ -69,7 +69,7 @@ void DeviceMemory::abandon() noexcept {
 }
 
 CudaStream::CudaStream(std::shared_ptr<Driver> driver, size_t slot_bytes, uint32_t first_value)
-    : Stream(driver, first_value), driver_(std::move(driver)) {
+    : Stream(driver, first_value), driver_(std::move(driver)), last_woken_(first_value) {
     stream_.emplace(driver_);
     memory_.emplace(driver_, aligned(slot_bytes));
     handle_ = reinterpret_cast<uintptr_t>(stream_->handle());
@@ -133,14 +133,30 @@ void CudaStream::enqueue_wait(uint32_t value) {
         throw Error(Kind::plan, "this driver has no stream memory operations, so a stream cannot wait for the host", "cuStreamWaitValue32",
                     "not supported", "do not arm the doorbell on this machine");
     }
-    with_stream([&](StreamHandle stream) { DRIVER_TRY(*driver_, cuStreamWaitValue32, stream, doorbell_->from_host_address(), value, kWaitGeq); });
+    with_stream([&](StreamHandle stream) {
+        if (!waker_) waker_.emplace(driver_);
+        DRIVER_TRY(*driver_, cuStreamWaitValue32, stream, doorbell_->from_host_address(), value, kWaitGeq);
+    });
+}
+
+// A card that found the host's number too small looks again by itself every 10 us or so, and at once when another stream has
+// written a number. So this write only saves time: what it may return, the armed stream will report.
+void CudaStream::notify() {
+    std::lock_guard lock(mutex_);
+    const uint32_t value = doorbell_->last_arm;
+    if (!waker_ || value == last_woken_) return;
+    last_woken_ = value;
+    CurrentContext::answer(*driver_, [&] { return driver_->cuStreamWriteValue32(waker_->handle(), doorbell_->waking_address(), value, kDefaultWrite); });
 }
 
 Result CudaStream::query() noexcept {
     std::lock_guard lock(mutex_);
     if (is_abandoned_) return kNotReady;
     if (!stream_) return kSuccess;
-    return CurrentContext::answer(*driver_, [&] { return driver_->cuStreamQuery(stream_->handle()); });
+    return CurrentContext::answer(*driver_, [&] {
+        const Result result = driver_->cuStreamQuery(stream_->handle());
+        return result == kSuccess && waker_ ? driver_->cuStreamQuery(waker_->handle()) : result;
+    });
 }
 
 bool CudaStream::is_quiet() noexcept {
@@ -206,6 +222,7 @@ void CudaStream::close(Clock::time_point deadline) {
     const bool is_finished = finish(deadline);
     std::lock_guard lock(mutex_);
     if (!is_finished) abandon();
+    waker_.reset();
     stream_.reset();
     memory_.reset();
     if (is_finished) return;
@@ -220,6 +237,7 @@ void CudaStream::close(Clock::time_point deadline) {
 void CudaStream::abandon() {
     is_abandoned_ = true;
     stream_->abandon();
+    if (waker_) waker_->abandon();
     memory_->abandon();
     doorbell_->abandon();
     new std::shared_ptr<Doorbell>(doorbell_);  // never freed: a host function may still ring it

@@ -61,7 +61,7 @@ protected:
     void enqueue_copy_out(const SlotRef& slot) override;
     void enqueue_write(uint32_t value) override;
     void enqueue_wait(uint32_t value) override;
-    void notify() override {}  // whoever waits polls
+    void notify() override;
     bool await(uint32_t value, std::optional<uint64_t> batch, Clock::time_point deadline) override;
 
 private:
@@ -77,6 +77,8 @@ private:
     const std::shared_ptr<Driver> driver_;
     std::mutex mutex_;  // the stream is there while it is held
     std::optional<OwnedStream> stream_;
+    std::optional<OwnedStream> waker_;  // there once the stream has been armed
+    uint32_t last_woken_;
     std::optional<DeviceMemory> memory_;
     uintptr_t handle_;
     uintptr_t image_;

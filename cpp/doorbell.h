@@ -1,4 +1,5 @@
-// Doorbell: the numbers in pinned memory by which a stream and the host wait for each other, one 128-byte line each way.
+// Doorbell: the numbers in pinned memory by which a stream and the host wait for each other, one 128-byte line each way, and
+// one that nobody reads, for a write that only wakes.
 #pragma once
 
 #include <atomic>
@@ -17,11 +18,10 @@ public:
     };
     static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-    // Both lines begin at `first_value`. `driver` may be null.
+    // The lines begin at `first_value`. `driver` may be null.
     Doorbell(std::shared_ptr<Driver> driver, uint32_t first_value)
-        : last_ring(first_value), last_arm(first_value), memory_(2 * sizeof(Line), std::move(driver)) {
-        new (memory_.data()) Line{{first_value}};
-        new (memory_.data() + sizeof(Line)) Line{{first_value}};
+        : last_ring(first_value), last_arm(first_value), memory_(3 * sizeof(Line), std::move(driver)) {
+        for (size_t line = 0; line < 3; ++line) new (memory_.data() + line * sizeof(Line)) Line{{first_value}};
     }
 
     // Has a line that holds `written` reached `value`? Cyclic, as CU_STREAM_WAIT_VALUE_GEQ compares.
@@ -31,6 +31,7 @@ public:
     Line& from_host() { return reinterpret_cast<Line*>(memory_.data())[1]; }    // the host writes, the stream waits
     DeviceAddress from_stream_address() const { return memory_.device_address(); }
     DeviceAddress from_host_address() const { return memory_.device_address() + sizeof(Line); }
+    DeviceAddress waking_address() const { return memory_.device_address() + 2 * sizeof(Line); }
 
     // The acquire load pairs with the stream's write: what the stream copied out before it is visible after this.
     bool has_rung(uint32_t value) { return reached(from_stream().value.load(std::memory_order_acquire), value); }

@@ -3,7 +3,7 @@
     python tests/bench/doorbell.py [--json FILE]
 
 * Round trip: the host rings, one kernel runs, the host hears; beside launching the kernel and synchronising. The stream has
-  stood at its wait for a random while: a card that found the number too small looks again every 10 us or so.
+  stood at its wait for a random while, since a card's look at the number is not continuous.
 * Host work of a batch of 128 x 128 tokens through the session's pipeline, with an engine that enqueues nothing and outputs
   that nobody hashes; and the NumPy packer that the C++ one replaced.
 * Copies through slots, beside plain copies of pinned memory of the same size.

@@ -106,6 +106,54 @@ def test_a_device_that_breaks_while_armed_is_seen(stand_in):
     rig.close()
 
 
+def test_releasing_a_stream_wakes_the_card_once_by_a_write_of_another_stream(stand_in):
+    from rig import Rig
+
+    rig = Rig("stand_in", stand_in=stand_in)
+    rig.wait(rig.submit([[1]]))
+    rig.stream.release()  # nothing is armed
+    slot = rig.pack([[2]])
+    rig.stream.arm(slot, shape_has_run=True)
+    ticket = rig.enqueue(slot)
+    num_writes = stand_in.calls("cuStreamWriteValue32_v2")
+    for _ in range(2):
+        rig.stream.release()
+        assert stand_in.calls("cuStreamWriteValue32_v2") == num_writes + 1
+    check_outputs(rig.wait(ticket), [[2]])
+    del slot, ticket
+    rig.close()
+
+
+def test_a_card_that_cannot_be_woken_finds_the_number_by_itself(stand_in):
+    from rig import Rig
+
+    rig = Rig("stand_in", stand_in=stand_in)
+    rig.wait(rig.submit([[1]]))
+    slot = rig.pack([[2]])
+    rig.stream.arm(slot, shape_has_run=True)
+    ticket = rig.enqueue(slot)
+    stand_in.fail("cuStreamWriteValue32_v2")
+    rig.stream.release()
+    assert stand_in.failed_call() == "cuStreamWriteValue32_v2"
+    check_outputs(rig.wait(ticket), [[2]])
+    del slot, ticket
+    rig.close()
+
+
+def test_closing_waits_for_the_write_that_wakes(stand_in):
+    from rig import Rig
+
+    for _ in range(8):  # each write comes after a random while
+        rig = Rig("stand_in", stand_in=stand_in)
+        rig.wait(rig.submit([[1]]))
+        rig.stream.arm(None, shape_has_run=True)
+        stand_in.delay(20_000)
+        rig.stream.release()
+        rig.close()
+        stand_in.delay(0)
+    assert stand_in.violations() == ""
+
+
 def test_a_ring_without_a_slot_says_when_all_before_it_has_finished(rig):
     first = rig.submit([[1, 2]])
     ticket = rig.stream.ring()
