@@ -6,6 +6,7 @@ raised when the build has ended.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tensorrt_llm_ext.recipes import TensorSpec
 from tensorrt_llm_ext.recipes.contract import Profile
 
 _WORDS_SHOWN = 3  # messages of the library: the first say what is wrong, later ones that something was
+_ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")  # told of each profile
 _SYMBOLS = {"T": "max_num_tokens", "B": "max_batch_size", "S": "max_seq_len"}
 
 
@@ -29,8 +31,9 @@ def compile_plan(
     profiles: tuple[Profile, ...],
     opt_num_tokens: int,
     progress: Callable[[int, int], None],
-) -> None:
-    """Compile the ONNX file ``network`` for all these cards at once and stream the plan into the file ``plan``.
+) -> int | None:
+    """Compile the ONNX file ``network`` for all these cards at once and stream the plan into the file ``plan``; return
+    the bytes of device memory that its largest profile computes in, None where the library does not tell.
 
     ``tensors`` are the network's, as the contract lists them; the parsed network must have the same. ``progress`` hears
     of the compiler's steps. Raises BuildError with the library's words, OSError for what a disk refuses, and whatever
@@ -63,6 +66,7 @@ def compile_plan(
             raise error
     if not is_built or not plan.stat().st_size:
         raise _failed(f"compile for {', '.join(compute_capabilities)}", log.words)
+    return max(log.activation_bytes, default=None)
 
 
 def _strongly_typed(trt: Any) -> int:
@@ -112,16 +116,19 @@ def _add_profile(
 
 
 def _log(trt: Any) -> Any:
-    """A logger that keeps the words of errors, and prints nothing."""
+    """A logger that keeps the words of errors and the sizes of profiles, and prints nothing."""
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.words: list[str] = []
+            self.activation_bytes: list[int] = []
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
                 self.words.append(message)
+            elif told := _ACTIVATIONS.fullmatch(message):
+                self.activation_bytes.append(int(told[1]))
 
     return Log()
 

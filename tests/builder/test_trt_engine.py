@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from tensorrt_llm_ext.builder import build_engine, trt_engine, trt_library
+from tensorrt_llm_ext.builder import build_engine, trt_builder, trt_engine, trt_library
 from tensorrt_llm_ext.builder.trt_library import Library, library_for
 from tensorrt_llm_ext.checks import compare_engines, describe
 from tensorrt_llm_ext.errors import BuildError, DiskFull, MissingExtra, RecipeError
@@ -93,13 +93,18 @@ def test_the_default_shape_is_128_tokens(checkpoint, tmp_path):
     assert contract.limits.max_seq_len == 128 and len(contract.profiles) == 1
 
 
-def test_the_memory_estimate_names_its_formula(engine):
-    contract = read_contract(engine)
-    slots = 127 * 256  # the ladder's last rung is its largest padded batch but for the first: 256 x 128
+def test_the_memory_estimate_is_the_plan_and_what_the_builder_says_it_computes_in(engine, checkpoint, tmp_path, monkeypatch):
+    """What is counted from the graph bounds it, and stands in where the builder says nothing."""
+    reported = read_contract(engine).memory
+    assert "as the builder reports" in reported.formula and "Not measured on a card" in reported.formula
+    monkeypatch.setattr(trt_builder, "_ACTIVATIONS", re.compile("never told"))
+    contract = build_engine(checkpoint, tmp_path / "engine", card="rtx5090", taps=TAPS, max_seq_len=256)
     rows = 8192 * (3 * 48 + 3 * 80)
-    heads = max(slots, 256 * 128) * 2 * (6 + 2 * 2) * 16
-    assert contract.memory.device_bytes == contract.build["plan_bytes"] + 2 * (rows + heads)
-    assert "max_num_tokens" in contract.memory.formula and "not measured" in contract.memory.formula
+    slots = 256 * 128  # the first rung is the largest
+    counted = 2 * (rows + slots * 2 * (6 + 2 * 2) * 16)
+    assert contract.memory.device_bytes == contract.build["plan_bytes"] + counted
+    assert "max_num_tokens" in contract.memory.formula and "Not measured on a card" in contract.memory.formula
+    assert 0.5 * counted < reported.device_bytes - read_contract(engine).build["plan_bytes"] < counted
 
 
 def test_the_same_build_twice_is_the_same_engine(engine, checkpoint, tmp_path):
