@@ -158,16 +158,9 @@ def stored_calibration(
     They are rounded to bfloat16, the type that a plan has them in: an input's upwards, so that nothing is cut. Raises
     BuildError for a linear in FP8 without a scale of its input, InputError for text that nothing would use.
     """
-    if text is not None:
-        raise InputError(
-            f"a calibration is given, and '{checkpoint.name}' brings its own FP8 scales",
-            expected="no calibration: scales that are there are used as they are",
-            found=f"'{text}'",
-            fix="leave the calibration out, or build from the checkpoint that was quantised",
-        )
-    linears = [name for product in _products(num_layers) if product not in kept for name in product_linears(product)]
-    stored = {name: scales for name in linears if (scales := checkpoint.fp8_scales(name)) is not None}
-    scales = {name: _stored_scales(name, found) for name, found in stored.items()}
+    kept_linears = {name for product in kept for name in product_linears(product)}
+    stored = stored_scales(checkpoint, text, num_layers=num_layers)
+    scales = {name: _rounded_scales(name, found) for name, found in stored.items() if name not in kept_linears}
     every = {name for product in _products(num_layers) for name in product_linears(product)}
     return Calibration(
         linears=Fp8Linears(scales, frozenset(every - scales.keys())),
@@ -180,7 +173,24 @@ def stored_calibration(
     )
 
 
-def _stored_scales(name: str, stored: Fp8Scales) -> LinearScales:
+def stored_scales(checkpoint: Checkpoint, text: Path | str | None, *, num_layers: int) -> dict[str, Fp8Scales]:
+    """Read the scales of every linear of the first layers that the checkpoint stores in FP8; empty where it stores none.
+
+    Raises InputError for text that nothing would use.
+    """
+    linears = [name for product in _products(num_layers) for name in product_linears(product)]
+    stored = {name: scales for name in linears if (scales := checkpoint.fp8_scales(name)) is not None}
+    if stored and text is not None:
+        raise InputError(
+            f"a calibration is given, and '{checkpoint.name}' brings its own FP8 scales",
+            expected="no calibration: scales that are there are used as they are",
+            found=f"'{text}'",
+            fix="leave the calibration out, or build from the checkpoint that was quantised",
+        )
+    return stored
+
+
+def _rounded_scales(name: str, stored: Fp8Scales) -> LinearScales:
     if stored.activation is None:
         raise BuildError(
             f"the checkpoint has no scale for the input of '{name}'",

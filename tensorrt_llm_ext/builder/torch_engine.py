@@ -11,7 +11,7 @@ import math
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +19,19 @@ import numpy as np
 
 from tensorrt_llm_ext.backends.torch.sizes import FORMULA, is_needed, weight_bytes, workspace_bytes
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
-from tensorrt_llm_ext.backends.torch.weight_index import FILE_NAME, NUMPY_TYPES, StoredWeight, WeightIndex, weight_hash
-from tensorrt_llm_ext.builder.calibration import calibrated, is_quantised
+from tensorrt_llm_ext.backends.torch.weight_index import (
+    FILE_NAME,
+    NUMPY_TYPES,
+    SCALE_NAMES,
+    StoredWeight,
+    WeightIndex,
+    weight_hash,
+)
+from tensorrt_llm_ext.builder.calibration import SCALES_FILE, calibrated, stored_scales
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
-from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
-from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, TensorInfo
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes, product_linears
+from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, Fp8Scales, TensorInfo
 from tensorrt_llm_ext.errors import UnsupportedCheckpoint
 from tensorrt_llm_ext.graph.weights import check_space, link
 from tensorrt_llm_ext.recipes import BuildSettings
@@ -47,22 +54,21 @@ def write_torch_engine(
     """Link or write the weights up to the highest tap into the existing, empty ``folder``, with weights.json.
 
     For precision fp8 the products that stay in bfloat16 are measured on the text ``calibration``, unless the recipe names
-    them. Raises what ``calibrated`` raises, DiskFull, and OSError for what else a disk refuses.
+    them. Weights that the checkpoint stores in FP8 stay as they are, with its scales, and nothing is measured. Raises what
+    ``calibrated`` raises, DiskFull, and OSError for what else a disk refuses.
     """
-    if settings.precision == "fp8" and is_quantised(checkpoint):
-        raise UnsupportedCheckpoint(
-            f"backend torch does not read the FP8 scales of '{checkpoint.name}' yet, and makes no others",
-            expected="a checkpoint in float32, float16 or bfloat16, whose scales are found when it is loaded",
-            found="weights in FP8 with scales of their own",
-            fix="build with --precision bfloat16, or from the checkpoint that was quantised",
-        )
-    measured = calibrated(checkpoint, settings, calibration, progress) if settings.fp8_harm is not None else None
-    kept = measured.kept if measured else settings.fp8_kept or ()
     highest = max(tap.layer for tap in settings.taps)
-    infos = [checkpoint.info(name) for name in decoder_shapes(checkpoint.architecture) if is_needed(name, highest)]
+    stored = stored_scales(checkpoint, calibration, num_layers=highest) if settings.precision == "fp8" else {}
+    if settings.compute_capabilities:
+        _check_inputs(checkpoint, stored)
+    measured = calibrated(checkpoint, settings, calibration, progress) if settings.fp8_harm is not None and not stored else None
+    kept = _kept(stored, settings, highest) if stored else measured.kept if measured else settings.fp8_kept or ()
+    names = [name for name in decoder_shapes(checkpoint.architecture) if is_needed(name, highest)]
+    in_fp8 = {f"{linear}.weight": scales.values for linear, scales in stored.items()}
+    infos = [in_fp8.get(name) or checkpoint.info(name) for name in names]
     write = _linked if all(info.file is not None for info in infos) else _written
     weights = write(checkpoint, folder, infos, STREAM_DTYPES[settings.precision], partial(progress, "weights"))
-    index = WeightIndex(weights, kept, settings.is_deterministic)
+    index = WeightIndex(weights | _written_scales(folder, stored), kept, settings.is_deterministic)
     index.write(folder)
     num_bytes: Counter[str] = Counter()
     for weight in index.weights.values():
@@ -73,8 +79,33 @@ def write_torch_engine(
         weight_dtype="float8_e4m3fn" if settings.precision == "fp8" else num_bytes.most_common(1)[0][0],
         memory=_memory(checkpoint.architecture, settings, index),
         accepted_runtime=ACCEPTED_RUNTIME,
-        build={"calibration": measured.facts(checkpoint)} if measured else {},
+        build={"calibration": measured.facts(checkpoint)} if measured else _facts(stored, kept),
     )
+
+
+def _check_inputs(checkpoint: Checkpoint, stored: Mapping[str, Fp8Scales]) -> None:
+    """Raise UnsupportedCheckpoint for inputs with fixed scales, which the kernels of a card do not round by."""
+    fixed = [linear for linear, scales in stored.items() if scales.activation is not None]
+    if fixed:
+        raise UnsupportedCheckpoint(
+            f"backend torch does not round by the fixed input scales of '{checkpoint.name}' on a card yet",
+            expected="linears in FP8 whose inputs are scaled row by row",
+            found=f"{len(fixed)} with a fixed scale, the first '{fixed[0]}.input_scale'",
+            fix="build with --precision bfloat16, or from the checkpoint that was quantised",
+        )
+
+
+def _kept(stored: Mapping[str, Fp8Scales], settings: BuildSettings, num_layers: int) -> tuple[str, ...]:
+    """The products that are not whole in FP8 in the checkpoint, and those that the recipe names."""
+    products = [f"{layer}.{part}" for layer in range(num_layers) for part in PRODUCTS]
+    named = settings.fp8_kept or ()
+    return tuple(p for p in products if p in named or not stored.keys() >= {*product_linears(p)})
+
+
+def _facts(stored: Mapping[str, Fp8Scales], kept: tuple[str, ...]) -> dict:
+    """What the contract says of scales that came with the checkpoint."""
+    num_fixed = sum(scales.activation is not None for scales in stored.values())
+    return {"stored_scales": {"linears": len(stored), "fixed_inputs": num_fixed, "kept_products": list(kept)}} if stored else {}
 
 
 def _memory(architecture: Architecture, settings: BuildSettings, index: WeightIndex) -> MemoryEstimate:
@@ -124,6 +155,26 @@ def _written(
     return weights
 
 
+def _written_scales(folder: Path, stored: Mapping[str, Fp8Scales]) -> dict[str, StoredWeight]:
+    """Write the scales that came with the checkpoint into one safetensors file; where each lies."""
+    values = {}
+    for linear, scales in stored.items():
+        for name, scale in zip(SCALE_NAMES, (scales.weight, scales.activation), strict=True):
+            if scale is not None:
+                values[name.format(linear)] = np.array(scale, "<f4").reshape(-1)
+    if not values:
+        return {}
+    infos = [TensorInfo(name, "float32", scale.shape) for name, scale in values.items()]
+    header, offset = _header(infos, [scale.nbytes for scale in values.values()], "float32")
+    weights = {}
+    with open(folder / SCALES_FILE, "wb") as out:
+        out.write(header)
+        for name, scale in values.items():
+            weights[name] = StoredWeight(SCALES_FILE, "float32", scale.shape, offset, scale.nbytes, weight_hash(scale))
+            offset += out.write(scale.tobytes())
+    return weights
+
+
 def _header(infos: list[TensorInfo], lengths: list[int], dtype: str) -> tuple[bytes, int]:
     """The header of a safetensors file, padded so that values begin at a multiple of 64 bytes; and where they begin."""
     entries, offset = {}, 0
@@ -143,7 +194,12 @@ def _read(
     done = 0
     for info in infos:
         progress(done, total)
-        values = checkpoint.tensor(info.name)
+        values = checkpoint.tensor(info.name) if info.dtype != "float8_e4m3fn" else _raw(info)
         yield info, values
         done += values.nbytes
     progress(total, total)
+
+
+def _raw(info: TensorInfo) -> np.ndarray:
+    """The values of a weight as they lie in its file."""
+    return np.fromfile(info.file, np.uint8, info.length, offset=info.offset).view(NUMPY_TYPES[info.dtype]).reshape(info.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tensorrt_llm_ext.backends.torch.decoder import Decoder, Layer
 from tensorrt_llm_ext.backends.torch.plain import quantised
 from tensorrt_llm_ext.backends.torch.sizes import is_needed
 from tensorrt_llm_ext.backends.torch.values import FP8, HeadNorms, Heads, Linear, Norm, Rope
-from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight
+from tensorrt_llm_ext.backends.torch.weight_index import SCALE_NAMES, WeightIndex, read_weight
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
@@ -44,10 +45,11 @@ def load_decoder(
     Raises EngineError when a weight is not the one that was built, and what torch raises when memory runs out.
     """
     names = [name for name in decoder_shapes(a) if is_needed(name, num_layers)]
-    with _reading(folder, index, names) as read:
+    with _reading(folder, index, [found for name in names for found in (*_scale_names(name, index), name)]) as read:
 
-        def load(name: str) -> torch.Tensor:
-            return _torch_from_numpy(read(name)).to(device).to(dtype)
+        def load(name: str, as_stored: bool = False) -> torch.Tensor:
+            values = _torch_from_numpy(read(name)).to(device)
+            return values if as_stored else values.to(dtype)
 
         embedding = load("model.embed_tokens.weight")
         layers = tuple(_layer(load, a, number, index, is_fp8) for number in range(num_layers))
@@ -63,9 +65,15 @@ def _layer(load, a: Architecture, number: int, index: WeightIndex, is_fp8: bool)
     attention_norm = Norm(load(prefix + "input_layernorm.weight"), a.norm_eps)
 
     def linear(part: str) -> Linear:
-        weights = [load(f"{prefix}{name}.weight") for name in PRODUCTS[part]]
-        bias = torch.cat([load(f"{prefix}{name}.bias") for name in PRODUCTS[part]]) if biased[part] else None
-        return _linear(weights, bias, is_fp8 and f"{number}.{part}" not in index.kept)
+        names = [prefix + name for name in PRODUCTS[part]]
+        stored = [_stored_in_fp8(load, name, index) for name in names]
+        bias = torch.cat([load(f"{name}.bias") for name in names]) if biased[part] else None
+        in_fp8 = is_fp8 and f"{number}.{part}" not in index.kept
+        if in_fp8 and all(stored):
+            return _fused(stored, bias)
+        dtype = attention_norm.weight.dtype
+        weights = [load(f"{name}.weight") if one is None else one.wide().to(dtype) for name, one in zip(names, stored, strict=True)]
+        return _linear(weights, bias, in_fp8)
 
     qkv = linear("qkv")
     norms = [load(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")] if a.has_qk_norm else None
@@ -77,6 +85,42 @@ def _layer(load, a: Architecture, number: int, index: WeightIndex, is_fp8: bool)
         mlp_norm=Norm(load(prefix + "post_attention_layernorm.weight"), a.norm_eps),
         gate_up=linear("gate_up"),
         down=linear("down"),
+    )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A weight that was stored in e4m3 ``[out, in]``, with its scales ``[out]`` and the fixed scale of its input, if any."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    input_scale: float | None
+
+    def wide(self) -> torch.Tensor:
+        return self.values.float() * self.scales[:, None]
+
+
+def _scale_names(weight: str, index: WeightIndex) -> list[str]:
+    """The scales that the index holds for a weight, in the order in which they are read."""
+    return [name.format(weight.removesuffix(".weight")) for name in SCALE_NAMES if name.format(weight.removesuffix(".weight")) in index.weights]
+
+
+def _stored_in_fp8(load, linear: str, index: WeightIndex) -> _Stored | None:
+    """The weight of a linear as it was stored, if that was in FP8."""
+    scales = [load(name, as_stored=True) for name in _scale_names(f"{linear}.weight", index)]
+    if not scales:
+        return None
+    return _Stored(load(f"{linear}.weight", as_stored=True), scales[0], scales[1].item() if len(scales) > 1 else None)
+
+
+def _fused(stored: list[_Stored], bias: torch.Tensor | None) -> Linear:
+    """Fuse weights as they were stored. They read the same rows: of their input's scales the largest cuts nothing."""
+    input_scales = [one.input_scale for one in stored]
+    return Linear(
+        torch.cat([one.values.view(torch.uint8) for one in stored]).view(FP8),
+        torch.cat([one.scales for one in stored])[None],
+        bias,
+        None if None in input_scales else max(input_scales),
     )
 
 
@@ -95,8 +139,10 @@ def _linear(weights: list[torch.Tensor], bias: torch.Tensor | None, is_fp8: bool
 
 
 def _torch_from_numpy(values: np.ndarray) -> torch.Tensor:
-    if values.dtype.name == "bfloat16":  # NumPy's bfloat16 is another package's
+    if values.dtype.name == "bfloat16":  # NumPy's bfloat16 is another package's, and so is its e4m3
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    if values.dtype.name == "float8_e4m3fn":
+        return torch.from_numpy(values.view(np.uint8)).view(FP8)
     return torch.from_numpy(values)
 
 

@@ -5,6 +5,8 @@ Sums and norms are computed in float32 whatever the type of the rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional
 
@@ -56,7 +58,7 @@ def gather(rows: torch.Tensor, last_token_ids: torch.Tensor | None, out: Rows) -
     """Write ``rows``, or those that ``last_token_ids`` (int32 ``[B]``, 1-based) names, to the first rows of ``out``."""
     taken = _taken(rows, last_token_ids)
     scales = None if out.scales is None else out.scales[: len(taken)]
-    write_rows(taken.float(), Rows(out.values[: len(taken)], scales))
+    write_rows(taken.float(), replace(out, values=out.values[: len(taken)], scales=scales))
 
 
 def take(
@@ -105,13 +107,20 @@ def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows / scales).to(torch.float8_e4m3fn), scales
 
 
+def quantised_by(input_scale: float, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round float32 rows to e4m3 by one scale: values, which saturate, and scales ``[rows, 1]``, NaN for rows that are not finite."""
+    values = (rows / input_scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    is_finite = rows.isfinite().all(1, keepdim=True)
+    return values, torch.where(is_finite, input_scale, torch.nan).to(torch.float32)
+
+
 def write_rows(rows: torch.Tensor, out: Rows) -> None:
     if out.scales is None:
         out.values.copy_(rows)
-    else:
-        values, scales = quantised(rows)
-        out.values.copy_(values)
-        out.scales.copy_(scales)
+        return
+    values, scales = quantised(rows) if out.input_scale is None else quantised_by(out.input_scale, rows)
+    out.values.copy_(values)
+    out.scales.copy_(scales)
 
 
 def normalised(rows: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -19,12 +19,15 @@ FP8_MAX = 448.0
 class Rows:
     """The input of a linear layer, ``[M, width]``: as it is, or e4m3 with one float32 scale a row ``[M, 1]``.
 
-    ``step`` is how many rows one product takes, where that must be the same in every batch; None: all at once.
+    A row's scale is found when it is written, or is ``input_scale`` for every row: then what lies beyond e4m3's largest value
+    saturates, and a row that is not finite gets the scale NaN, or it would come out finite. ``step`` is how many rows one
+    product takes, where that must be the same in every batch; None: all at once.
     """
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
     step: int | None = None
+    input_scale: float | None = None
 
     def steps(self) -> list[slice]:
         """The rows of each product."""
@@ -34,11 +37,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: weight ``[out, in]``, as it is or e4m3 with one float32 scale an output ``[1, out]``."""
+    """A linear layer: weight ``[out, in]``, as it is or e4m3 with one float32 scale an output ``[1, out]``.
+
+    ``input_scale`` is the fixed scale of its input, where the checkpoint brings one; None: each row gets its own.
+    """
 
     weight: torch.Tensor
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    input_scale: float | None = None
 
     @property
     def is_fp8(self) -> bool:

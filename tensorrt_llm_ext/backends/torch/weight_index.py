@@ -17,7 +17,14 @@ import xxhash
 from tensorrt_llm_ext.errors import EngineError
 
 FILE_NAME = "weights.json"
-NUMPY_TYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY_TYPES = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+SCALE_NAMES = "{}.weight_scale", "{}.input_scale"
+"""Of a linear whose weight was stored in FP8: float32 ``[out]`` and, where its input has a fixed scale, ``[1]``."""
 _COPY_AGAIN = "copy the engine directory again, or build it again"
 
 
@@ -38,7 +45,8 @@ class WeightIndex:
     """Every weight by its canonical name, and how the engine computes.
 
     ``kept`` names the products that stay in bfloat16 in an FP8 engine (``3.down``: layer 3, counted from 0; parts qkv, o,
-    gate_up, down). ``is_deterministic``: the same sequence gives the same bytes in any batch.
+    gate_up, down). ``is_deterministic``: the same sequence gives the same bytes in any batch. Weights that were stored in FP8
+    have scales among the weights: see SCALE_NAMES.
     """
 
     weights: dict[str, StoredWeight]

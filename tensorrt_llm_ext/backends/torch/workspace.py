@@ -40,7 +40,8 @@ class Workspace:
         memory = self.inputs[name]
         if linear.is_fp8:
             width = linear.weight.shape[1]
-            return Rows(memory.view(-1)[: len(memory) * width].view(FP8).view(-1, width), self.scales, self.step)
+            values = memory.view(-1)[: len(memory) * width].view(FP8).view(-1, width)
+            return Rows(values, self.scales, self.step, linear.input_scale)
         return Rows(self.attended if name == "attended" else memory.view(self.x.dtype), None, self.step)
 
     def float32_rows(self, num_tokens: int) -> torch.Tensor:
