@@ -1,11 +1,11 @@
 """Attention of packed sequences in Triton: rotation, QK-norm and causal grouped-query attention, no padding.
 
-A sequence that fits one tile is computed by ``_short``: a program takes several heads one after another, loads the next
-while it computes, and rotates queries and keys as they come. A longer one has its keys rotated in place beforehand, since
-each is read by many tiles, and is computed by ``_long``, one tile of queries a program. Which of the two depends
-on the sequence alone, and tiles begin at its first token, so a result does not depend on the batch.
+A sequence that fits one tile is computed by ``_short``, a head a program, in two halves: the first half's queries see no
+key of the second, and a sequence of half a tile or less costs half as much. A longer one has its keys rotated in place
+beforehand, since each is read by many programs, and is computed by ``_long``, half a tile of queries a program. Which of
+the two depends on the sequence alone, and tiles begin at its first token, so a result does not depend on the batch.
 
-The two halves of a head are kept apart: rope turns them against each other, and their dot products add.
+The two halves of a query or key are kept apart: rope turns them against each other, and their dot products add.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import triton.language as tl
 from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Rope
 
 BM = 128  # queries of a tile
-_MAX_HEADS = 16  # of a program: enough to keep loads in flight, few enough to fill the card
+_MAX_HEADS = 16  # of a program that rotates keys
 _LOG2_E = 1.4426950408889634
 
 
 def layout(lengths: torch.Tensor, num_tokens: int, space: torch.Tensor) -> Layout:
-    """See ``plain.layout``. ``space`` holds the starts, then the tiles."""
+    """See ``plain.layout``. ``space`` holds the starts, then the tiles of the sequences that are longer than one."""
     batch_size = len(lengths)
-    num_tiles = num_tokens // BM + batch_size  # at most: each sequence ends in at most one tile that is not full
+    num_tiles = num_tokens // BM + min(batch_size, num_tokens // (BM + 1))  # at most: each ends in one that is not full
     starts = space[:batch_size]
     tiles = space[batch_size : batch_size + 3 * num_tiles].view(num_tiles, 3)
     _layout[(batch_size,)](lengths, starts, tiles, batch_size, num_tiles, BM=BM, BLOCK=1024, num_warps=4)
@@ -35,26 +35,24 @@ def attention(
     qkv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, where: Layout, out: torch.Tensor
 ) -> None:
     """See ``plain.attention``."""
-    num_tiles, half = len(where.tiles), heads.head_dim // 2
+    half = heads.head_dim // 2
     q_norm, k_norm, eps = (rope.cos, rope.cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
-    tables, sizes = (where.tiles, rope.cos, rope.sin), (heads.num_heads, heads.num_kv_heads)
+    tables, sizes = (rope.cos, rope.sin), (heads.num_heads, heads.num_kv_heads)
     scale = heads.head_dim**-0.5 * _LOG2_E
     shape = dict(HALF_DIM=half, HALF=max(16, triton.next_power_of_2(half)), HAS_NORM=norms is not None, BM=BM)
-    at_once = _largest_divisor(heads.num_heads)
-    _short[(num_tiles, heads.num_heads // at_once)](
-        qkv, out, *tables, q_norm, k_norm, eps, scale, qkv.stride(0), out.stride(0), *sizes, **shape,
-        AT_ONCE=at_once, STAGES=2, num_warps=8,
+    _short[(len(where.lengths), heads.num_heads)](
+        qkv, out, where.starts, where.lengths, *tables, q_norm, k_norm, eps, scale, qkv.stride(0), out.stride(0),
+        *sizes, **shape, num_warps=4,
     )  # fmt: skip
-    if where.num_tokens <= BM or len(rope.cos) <= BM:
+    if not len(where.tiles) or len(rope.cos) <= BM:
         return  # no sequence is longer than a tile
     at_once = _largest_divisor(heads.num_kv_heads)
-    _rotate_keys[(num_tiles, heads.num_kv_heads // at_once)](
-        qkv, *tables, k_norm, eps, qkv.stride(0), heads.num_heads, **shape, AT_ONCE=at_once, num_warps=8
+    _rotate_keys[(len(where.tiles), heads.num_kv_heads // at_once)](
+        qkv, where.tiles, *tables, k_norm, eps, qkv.stride(0), heads.num_heads, **shape, AT_ONCE=at_once, num_warps=8
     )
-    at_once = _largest_divisor(heads.num_heads)
-    _long[(num_tiles, heads.num_heads // at_once)](
-        qkv, out, *tables, q_norm, eps, scale, qkv.stride(0), out.stride(0), *sizes, **shape,
-        BN=64, AT_ONCE=at_once, num_warps=8, num_stages=3,
+    _long[(heads.num_heads, 2 * len(where.tiles))](
+        qkv, out, where.tiles, *tables, q_norm, eps, scale, qkv.stride(0), out.stride(0), *sizes, **shape,
+        BN=64, STAGES=3, num_warps=4,
     )  # fmt: skip
 
 
@@ -72,9 +70,9 @@ def _layout(lengths, starts, tiles, batch_size, num_tiles, BM: tl.constexpr, BLO
         others = base + tl.arange(0, BLOCK)
         before = tl.load(lengths + others, mask=others < index, other=0)
         start += tl.sum(before)
-        first_tile += tl.sum((before + BM - 1) // BM)
+        first_tile += tl.sum(_num_tiles(before, BM))
     length = tl.load(lengths + index)
-    own_tiles = (length + BM - 1) // BM
+    own_tiles = _num_tiles(length, BM)
     tl.store(starts + index, start)
     for tile in range(own_tiles):
         # The last queries of a sequence see the most keys: they go first.
@@ -88,11 +86,21 @@ def _layout(lengths, starts, tiles, batch_size, num_tiles, BM: tl.constexpr, BLO
 
 
 @triton.jit
-def _turned(first, second, cos, sin, norm, eps, HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Normalise and rotate the two halves ``[rows, HALF]`` of heads; the result has their type."""
+def _num_tiles(length, BM: tl.constexpr):
+    return tl.where(length > BM, (length + BM - 1) // BM, 0)
+
+
+@triton.jit
+def _turned(
+    place, mask, cos_table, sin_table, at, norm, eps, HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Read the two halves ``[rows, HALF]`` of heads, normalise and rotate them; the result has their type."""
+    first = tl.load(place, mask=mask, other=0.0)
+    second = tl.load(place + HALF_DIM, mask=mask, other=0.0)
+    cos = tl.load(cos_table + at, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_table + at, mask=mask, other=0.0).to(tl.float32)
     dtype = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if HAS_NORM:
         columns = tl.arange(0, HALF)
         inside = columns < HALF_DIM
@@ -104,49 +112,58 @@ def _turned(first, second, cos, sin, norm, eps, HALF_DIM: tl.constexpr, HALF: tl
 
 
 @triton.jit
+def _scores(q1, q2, k1, k2, scale):
+    scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    return tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
+
+
+@triton.jit
 def _short(
-    qkv, out, tiles, cos_table, sin_table, q_norm, k_norm, eps, scale, stride, out_stride, num_heads, num_kv_heads,
-    HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr, AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr,
+    qkv, out, starts, lengths, cos_table, sin_table, q_norm, k_norm, eps, scale, stride, out_stride, num_heads, num_kv_heads,
+    HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + 3 * tl.program_id(0)
-    length = tl.load(tile + 2)
-    if (length == 0) | (length > BM):
+    length = tl.load(lengths + tl.program_id(0))
+    if length > BM:
         return
-    start = tl.load(tile).to(tl.int64)
-    positions = tl.arange(0, BM)
-    columns = tl.arange(0, HALF)
-    mask = (positions < length)[:, None] & (columns < HALF_DIM)[None, :]
-    at = positions[:, None] * HALF_DIM + columns[None, :]
-    cos = tl.load(cos_table + at, mask=mask, other=0.0)
-    sin = tl.load(sin_table + at, mask=mask, other=0.0)
-    is_seen = positions[None, :] <= positions[:, None]
-    rows = qkv + (start + positions)[:, None] * stride + columns[None, :]
-    out_rows = out + (start + positions)[:, None] * out_stride + columns[None, :]
-    first_head = tl.program_id(1) * AT_ONCE
-    for head in tl.range(first_head, first_head + AT_ONCE, num_stages=STAGES):
-        q = rows + head * 2 * HALF_DIM
-        k = rows + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
-        v = k + num_kv_heads * 2 * HALF_DIM
-        q1 = tl.load(q, mask=mask, other=0.0)
-        q2 = tl.load(q + HALF_DIM, mask=mask, other=0.0)
-        k1 = tl.load(k, mask=mask, other=0.0)
-        k2 = tl.load(k + HALF_DIM, mask=mask, other=0.0)
-        v1 = tl.load(v, mask=mask, other=0.0)
-        v2 = tl.load(v + HALF_DIM, mask=mask, other=0.0)
-        k1, k2 = _turned(k1, k2, cos, sin, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
-        q1, q2 = _turned(q1, q2, cos, sin, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
-        scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-        scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
-        scores = tl.where(is_seen, scores, -1.0e30)
-        weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
-        total = tl.sum(weights, 1)[:, None]
-        weights = weights.to(v1.dtype)
-        o1 = tl.dot(weights, v1, input_precision="ieee") / total
-        o2 = tl.dot(weights, v2, input_precision="ieee") / total
-        o = out_rows + head * 2 * HALF_DIM
-        tl.store(o, o1.to(out.dtype.element_ty), mask=mask)
-        tl.store(o + HALF_DIM, o2.to(out.dtype.element_ty), mask=mask)
+    B: tl.constexpr = BM // 2
+    head = tl.program_id(1)
+    start = tl.load(starts + tl.program_id(0)).to(tl.int64)
+    own = tl.arange(0, B)
+    half = tl.arange(0, HALF)[None, :]
+    whole = tl.arange(0, 2 * HALF)[None, :]
+    is_seen = own[None, :] <= own[:, None]
+    at = own[:, None] * HALF_DIM + half
+    rows = qkv + (start + own)[:, None] * stride
+    q = rows + head * 2 * HALF_DIM + half
+    k = rows + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
+    v = k + num_kv_heads * 2 * HALF_DIM + whole
+    k += half
+    o = out + (start + own)[:, None] * out_stride + head * 2 * HALF_DIM + whole
+    is_row = (own < length)[:, None]
+    mask = is_row & (half < HALF_DIM)
+    k1, k2 = _turned(k, mask, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    q1, q2 = _turned(q, mask, cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    values = tl.load(v, mask=is_row & (whole < 2 * HALF_DIM), other=0.0)
+    scores = tl.where(is_seen, _scores(q1, q2, k1, k2, scale), -1.0e30)
+    weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
+    mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee") / tl.sum(weights, 1)[:, None]
+    tl.store(o, mixed.to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
+    if length > B:
+        is_row = (own + B < length)[:, None]
+        mask = is_row & (half < HALF_DIM)
+        at += B * HALF_DIM
+        own1, own2 = _turned(k + B * stride, mask, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+        q1, q2 = _turned(q + B * stride, mask, cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+        own_values = tl.load(v + B * stride, mask=is_row & (whole < 2 * HALF_DIM), other=0.0)
+        scores = _scores(q1, q2, k1, k2, scale)
+        own_scores = tl.where(is_seen, _scores(q1, q2, own1, own2, scale), -1.0e30)
+        highest = tl.maximum(tl.max(scores, 1), tl.max(own_scores, 1))[:, None]
+        weights = tl.exp2(scores - highest)
+        own_weights = tl.exp2(own_scores - highest)
+        mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mixed = tl.dot(own_weights.to(values.dtype), own_values, mixed, input_precision="ieee")
+        mixed = mixed / (tl.sum(weights, 1) + tl.sum(own_weights, 1))[:, None]
+        tl.store(o + B * out_stride, mixed.to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
 
 
 @triton.jit
@@ -156,21 +173,17 @@ def _rotate_keys(
 ):  # fmt: skip
     tile = tiles + 3 * tl.program_id(0)
     length = tl.load(tile + 2)
-    if length <= BM:
+    if length == 0:
         return
     positions = tl.load(tile + 1) + tl.arange(0, BM)
-    columns = tl.arange(0, HALF)
-    mask = (positions < length)[:, None] & (columns < HALF_DIM)[None, :]
-    at = positions[:, None] * HALF_DIM + columns[None, :]
-    cos = tl.load(cos_table + at, mask=mask, other=0.0)
-    sin = tl.load(sin_table + at, mask=mask, other=0.0)
-    rows = qkv + (tl.load(tile) + positions).to(tl.int64)[:, None] * stride + columns[None, :]
+    half = tl.arange(0, HALF)[None, :]
+    mask = (positions < length)[:, None] & (half < HALF_DIM)
+    at = positions[:, None] * HALF_DIM + half
+    rows = qkv + (tl.load(tile) + positions).to(tl.int64)[:, None] * stride + half
     first_head = num_heads + tl.program_id(1) * AT_ONCE
     for head in range(first_head, first_head + AT_ONCE):
         k = rows + head * 2 * HALF_DIM
-        k1 = tl.load(k, mask=mask, other=0.0)
-        k2 = tl.load(k + HALF_DIM, mask=mask, other=0.0)
-        k1, k2 = _turned(k1, k2, cos, sin, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+        k1, k2 = _turned(k, mask, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
         tl.store(k, k1, mask=mask)
         tl.store(k + HALF_DIM, k2, mask=mask)
 
@@ -179,52 +192,62 @@ def _rotate_keys(
 def _long(
     qkv, out, tiles, cos_table, sin_table, q_norm, eps, scale, stride, out_stride, num_heads, num_kv_heads,
     HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + 3 * tl.program_id(0)
+    Q: tl.constexpr = BM // 2
+    head = tl.program_id(0)
+    tile = tiles + 3 * (tl.program_id(1) // 2)
     length = tl.load(tile + 2)
-    if length <= BM:
+    first_query = tl.load(tile + 1) + (1 - tl.program_id(1) % 2) * Q
+    if (length == 0) | (first_query >= length):
         return
     start = tl.load(tile).to(tl.int64)
-    first_query = tl.load(tile + 1)
-    queries = first_query + tl.arange(0, BM)
-    columns = tl.arange(0, HALF)
-    inside = (columns < HALF_DIM)[None, :]
-    mask = (queries < length)[:, None] & inside
-    at = queries[:, None] * HALF_DIM + columns[None, :]
-    first_head = tl.program_id(1) * AT_ONCE
-    for head in range(first_head, first_head + AT_ONCE):
-        cos = tl.load(cos_table + at, mask=mask, other=0.0)
-        sin = tl.load(sin_table + at, mask=mask, other=0.0)
-        q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + columns[None, :]
-        q1 = tl.load(q, mask=mask, other=0.0)
-        q2 = tl.load(q + HALF_DIM, mask=mask, other=0.0)
-        q1, q2 = _turned(q1, q2, cos, sin, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
-        k_base = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
-        v_base = k_base + num_kv_heads * 2 * HALF_DIM
-        highest = tl.full([BM], -1.0e30, tl.float32)
-        total = tl.zeros([BM], tl.float32)
-        o1 = tl.zeros([BM, HALF], tl.float32)
-        o2 = tl.zeros([BM, HALF], tl.float32)
-        for base in range(0, tl.minimum(first_query + BM, length), BN):
-            keys = base + tl.arange(0, BN)
-            kv_mask = (keys < length)[:, None] & inside
-            kv = keys.to(tl.int64)[:, None] * stride + columns[None, :]
-            k1 = tl.load(k_base + kv, mask=kv_mask, other=0.0)
-            k2 = tl.load(k_base + kv + HALF_DIM, mask=kv_mask, other=0.0)
-            scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
-            scores = tl.where(keys[None, :] <= queries[:, None], scores, -1.0e30)
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            shrunk = tl.exp2(highest - higher)
-            total = total * shrunk + tl.sum(weights, 1)
-            v1 = tl.load(v_base + kv, mask=kv_mask, other=0.0)
-            v2 = tl.load(v_base + kv + HALF_DIM, mask=kv_mask, other=0.0)
-            weights = weights.to(v1.dtype)
-            o1 = tl.dot(weights, v1, o1 * shrunk[:, None], input_precision="ieee")
-            o2 = tl.dot(weights, v2, o2 * shrunk[:, None], input_precision="ieee")
-            highest = higher
-        o = out + ((start + queries) * out_stride)[:, None] + head * 2 * HALF_DIM + columns[None, :]
-        tl.store(o, (o1 / total[:, None]).to(out.dtype.element_ty), mask=mask)
-        tl.store(o + HALF_DIM, (o2 / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    queries = first_query + tl.arange(0, Q)
+    half = tl.arange(0, HALF)[None, :]
+    whole = tl.arange(0, 2 * HALF)[None, :]
+    is_row = (queries < length)[:, None]
+    q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + half
+    at = queries[:, None] * HALF_DIM + half
+    q1, q2 = _turned(q, is_row & (half < HALF_DIM), cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    k = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
+    v = k + num_kv_heads * 2 * HALF_DIM
+    highest = tl.full([Q], -1.0e30, tl.float32)
+    total = tl.zeros([Q], tl.float32)
+    mixed = tl.zeros([Q, 2 * HALF], tl.float32)
+    for base in tl.range(0, first_query, BN, num_stages=STAGES):  # every query sees all of these keys
+        highest, total, mixed = _attend(
+            q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride, HALF_DIM, HALF, BN, IS_EDGE=False
+        )
+    for base in tl.range(first_query, tl.minimum(first_query + Q, length), BN, num_stages=STAGES):
+        highest, total, mixed = _attend(
+            q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride, HALF_DIM, HALF, BN, IS_EDGE=True
+        )
+    o = out + (start + queries)[:, None] * out_stride + head * 2 * HALF_DIM + whole
+    tl.store(o, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
+
+
+@triton.jit
+def _attend(
+    q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride,
+    HALF_DIM: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Take a block of keys into the running softmax. ``IS_EDGE``: some lie after a query, or past the sequence."""
+    half = tl.arange(0, HALF)[None, :]
+    whole = tl.arange(0, 2 * HALF)[None, :]
+    keys = base + tl.arange(0, BN)
+    rows = keys.to(tl.int64)[:, None] * stride
+    is_half, is_whole = half < HALF_DIM, whole < 2 * HALF_DIM
+    if IS_EDGE:
+        is_half &= (keys < length)[:, None]
+        is_whole &= (keys < length)[:, None]
+    k1 = tl.load(k + rows + half, mask=is_half, other=0.0)
+    k2 = tl.load(k + rows + half + HALF_DIM, mask=is_half, other=0.0)
+    scores = _scores(q1, q2, k1, k2, scale)
+    if IS_EDGE:
+        scores = tl.where(keys[None, :] <= queries[:, None], scores, -1.0e30)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrunk = tl.exp2(highest - higher)
+    values = tl.load(v + rows + whole, mask=is_whole, other=0.0)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * shrunk[:, None], input_precision="ieee")
+    return higher, total * shrunk + tl.sum(weights, 1), mixed

@@ -1,7 +1,8 @@
 """FP8 products by cuBLASLt, called directly: torch's door to it can neither add to what is there nor fix the algorithm.
 
 One algorithm serves every number of rows of a layer, so the order of summation of a row, and its bytes, do not depend on
-the batch; and the product is added to the residual stream where it lies, which spares the next norm a pass over it.
+the batch; it needs no memory to work in, which would have to be cleared before every product; and the product is added to
+the residual stream where it lies, which spares the next norm a pass over it.
 
 Constants are those of cublasLt.h (CUDA 13). A row-major ``x @ weight.T`` is the column-major ``weight @ x.T``, transposed.
 """
@@ -22,8 +23,6 @@ _COMPUTE_FLOAT32 = 68
 _TRANSPOSE_A, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST_SUM, _BIAS_TYPE, _SCALES_A, _SCALES_B = 3, 7, 8, 17, 18, 25, 26, 31, 32
 _SCALE_A_ROW = 3  # CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
 _ADD_BIAS = 4
-_MAX_WORKSPACE = 1
-_WORKSPACE_BYTES = 32 << 20
 _REFERENCE_ROWS = 16384  # the rows that the algorithm is chosen for
 _ANY_ADDRESS = 256
 
@@ -55,7 +54,7 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor, *, adds: bool) -> No
     """Write ``rows @ weight.T + bias`` to ``out`` (bfloat16 ``[M, out]``), or add it, on torch's current stream."""
     (num_rows, size_in), size_out = rows.values.shape, len(linear.weight)
     stream = torch.cuda.current_stream().cuda_stream
-    algorithm, workspace = _algorithm(size_out, size_in), _workspace(stream)
+    algorithm = _algorithm(size_out, size_in)
     plan = _plan(num_rows, size_out, size_in, linear.bias is not None)
     library, handle = _library()
     with _ENQUEUEING:
@@ -67,8 +66,7 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor, *, adds: bool) -> No
             library.cublasLtMatmul(
                 handle, plan.operation, byref(c_float(1)), c_void_p(linear.weight.data_ptr()), plan.a,
                 c_void_p(rows.values.data_ptr()), plan.b, byref(c_float(adds)), c_void_p(out.data_ptr()), plan.d,
-                c_void_p(out.data_ptr()), plan.d, byref(algorithm), c_void_p(workspace.data_ptr()),
-                c_size_t(_WORKSPACE_BYTES), c_void_p(stream),
+                c_void_p(out.data_ptr()), plan.d, byref(algorithm), None, c_size_t(0), c_void_p(stream),
             )
         )  # fmt: skip
 
@@ -104,8 +102,6 @@ def _algorithm(size_out: int, size_in: int) -> ctypes.Array:
     plan, library = _plan(_REFERENCE_ROWS, size_out, size_in, False), _library()[0]
     preference, best, num_found = c_void_p(), _Heuristic(), c_int()
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
-    limit = c_uint64(_WORKSPACE_BYTES)
-    _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _MAX_WORKSPACE, byref(limit), c_size_t(8)))
     status = library.cublasLtMatmulAlgoGetHeuristic(
         _library()[1], plan.operation, plan.a, plan.b, plan.d, plan.d, preference, 1, byref(best), byref(num_found)
     )
@@ -123,12 +119,6 @@ def _library() -> tuple[ctypes.CDLL, c_void_p]:
     handle = c_void_p()
     _check(library.cublasLtCreate(byref(handle)))
     return library, handle
-
-
-@lru_cache(maxsize=None)
-def _workspace(stream: int) -> torch.Tensor:
-    """Memory for the library to work in: one for each stream, whose products follow one another."""
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def _matrix(dtype: int, rows: int, columns: int) -> c_void_p:
