@@ -45,8 +45,18 @@ def test_every_tap_of_every_precision_is_compared_over_every_prompt(checkpoint, 
         assert all(row["min"] <= row["quantile"] <= 1.000001 and row["min"] <= row["mean"] for row in taps.values())
     bfloat16, kept, everywhere = (taps["final@all"]["mean"] for taps in report["cosines"].values())
     assert 1 > bfloat16 > 0.9995 and bfloat16 > kept > everywhere > 0.9
+    assert not any("one scale" in name for name in report["cosines"])
     torch_fidelity.print_report(report)
     assert "3 prompts" in capsys.readouterr().out
+
+
+def test_scales_of_inputs_that_are_fixed_are_compared_where_they_are_asked_for(checkpoint, contract, tmp_path, monkeypatch):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "one, two"}) + "\n")
+    scales = {f"{layer}.{part}": 0.002 for layer in range(8) for part in torch_fidelity.PRODUCTS}  # they saturate
+    monkeypatch.setattr(torch_fidelity, "_calibrated_inputs", lambda checkpoint: scales)
+    report = torch_fidelity.measured(checkpoint, HARM, contract(), tmp_path / "prompts.jsonl", has_fixed=True)
+    by_row, fixed = (report["cosines"][f"fp8 everywhere{more}"] for more in ("", ", one scale for all rows of an input"))
+    assert fixed["final@all"]["mean"] < by_row["final@all"]["mean"] - 0.01
 
 
 def test_a_contract_of_another_recipe_is_refused(checkpoint, contract):

@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from tensorrt_llm_ext.builder.calibration import calibrate
 from tensorrt_llm_ext.builder.torch_engine import _written
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
-from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes, product_linears
 from tensorrt_llm_ext.recipes import load_recipe
 from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.taps import Tap, parse_taps
@@ -60,14 +61,15 @@ class Prompts:
 
 def main() -> None:
     arguments = _arguments()
-    report = measured(arguments.checkpoint, load_recipe(arguments.recipe).fp8_harm, arguments.contract, arguments.prompts)
+    harm = load_recipe(arguments.recipe).fp8_harm
+    report = measured(arguments.checkpoint, harm, arguments.contract, arguments.prompts, has_fixed=arguments.fixed)
     print_report(report)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
 @torch.inference_mode()
-def measured(path: Path, harm: float, contract: Path | None, prompts_path: Path) -> dict:
+def measured(path: Path, harm: float, contract: Path | None, prompts_path: Path, *, has_fixed: bool = False) -> dict:
     """Run every precision over the prompts; the report: cosines by precision and tap, what was kept, on what."""
     started = time.perf_counter()
     with open_checkpoint(path) as checkpoint, tempfile.TemporaryDirectory() as folder:
@@ -78,16 +80,20 @@ def measured(path: Path, harm: float, contract: Path | None, prompts_path: Path)
         kept = _kept(checkpoint, contract, harm)
         weights = _written(checkpoint, Path(folder), [checkpoint.info(name) for name in decoder_shapes(a)], "float32", lambda *_: None)
 
-        def states(operations, dtype: torch.dtype, kept: tuple[str, ...] | None) -> dict[Tap, torch.Tensor]:
+        def states(operations, dtype: torch.dtype, kept: tuple[str, ...] | None, fixed: dict[str, float] = {}) -> dict[Tap, torch.Tensor]:
             decoder = load_decoder(
                 Path(folder), WeightIndex(weights, kept or ()), a, num_layers=a.num_layers, max_seq_len=prompts.longest,
                 dtype=dtype, is_fp8=kept is not None, device=DEVICE,
             )  # fmt: skip
-            return prompts.states(operations, decoder, dtype)
+            return prompts.states(operations, _with_input_scales(decoder, fixed), dtype)
 
         right = states(plain, torch.float32, None)
         ours = {"bfloat16": None, f"fp8, {len(kept)} of {len(PRODUCTS) * a.num_layers} products kept": kept, "fp8 everywhere": ()}
         found = {name: _cosines(states(_operations(DEVICE), torch.bfloat16, kept), right) for name, kept in ours.items()}
+        if has_fixed:
+            fixed = _calibrated_inputs(checkpoint)
+            for name, kept in [*ours.items()][1:]:
+                found[f"{name}, one scale for all rows of an input"] = _cosines(states(plain, torch.bfloat16, kept, fixed), right)
         return {
             "model": checkpoint.name,
             "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU, plain operations",
@@ -110,6 +116,23 @@ def _kept(checkpoint, contract: Path | None, harm: float) -> tuple[str, ...]:
     if found != (checkpoint.fingerprint(), harm):
         raise SystemExit(f"'{contract}' is of another checkpoint or recipe: {found}")
     return tuple(facts["kept_products"])
+
+
+def _calibrated_inputs(checkpoint) -> dict[str, float]:
+    """One scale for the input of each product, from the demo's prompts."""
+    num_layers = checkpoint.architecture.num_layers
+    scales = calibrate(checkpoint, None, num_layers=num_layers, most=None).linears.scales
+    products = [f"{layer}.{part}" for layer in range(num_layers) for part in PRODUCTS]
+    return {product: max(scales[name].activation for name in product_linears(product)) for product in products}
+
+
+def _with_input_scales(decoder: Decoder, fixed: dict[str, float]) -> Decoder:
+    def linear(layer, number: int, part: str):
+        found = getattr(layer, part)
+        return replace(found, input_scale=fixed.get(f"{number}.{part}")) if found.is_fp8 else found
+
+    layers = (replace(layer, **{part: linear(layer, number, part) for part in PRODUCTS}) for number, layer in enumerate(decoder.layers))
+    return replace(decoder, layers=tuple(layers))
 
 
 def _cosines(found: dict[Tap, torch.Tensor], right: dict[Tap, torch.Tensor]) -> dict[Tap, dict[str, float]]:
@@ -140,6 +163,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", required=True, help="name or file: its fp8_harm is what FP8 is held to")
     parser.add_argument("--contract", type=Path, help="of an FP8 engine of the checkpoint: what it keeps is not measured again")
     parser.add_argument("--prompts", type=Path, default=Path("tests/data/held_out.jsonl"))
+    parser.add_argument("--fixed", action="store_true", help="FP8 with calibrated scales of inputs, too: plain operations, slow")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     return parser.parse_args()
 
