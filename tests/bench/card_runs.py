@@ -20,6 +20,8 @@ from pathlib import Path
 
 import machine
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from contenders import ROUNDS, Contender, on_device, sitting
 from our_contenders import pass_over
@@ -81,11 +83,14 @@ def smollm2(folder: Path, gguf: Path, num_rows: int, card: Card | str = "h200") 
     name, engine = "smollm2-135m bfloat16", folder / "smollm2"
     build_engine(gguf, engine, recipe="smollm2-135m", card=card)
     with Session.open(engine, tokenisation=Tokenisation("given")) as session:
-        prompts = _written_ids(folder / "smollm2.jsonl", num_rows, LENGTH, session.contract.architecture.vocab_size)
         passes, num_tokens = _passes(session, f"{name} passes", LENGTH), num_rows * LENGTH
-        dropped = _run(session, f"{name} run, dropped", prompts, folder / "out", num_tokens, [passes.name], is_stored=False)
-        ours = _run(session, f"{name} run to Lance", prompts, folder / "out", num_tokens, [passes.name])
-        return sitting("smollm2", [passes, dropped, ours])
+        contenders = [passes]
+        for kind in ("jsonl", "parquet"):
+            prompts = _written_ids(folder / f"smollm2.{kind}", num_rows, LENGTH, session.contract.architecture.vocab_size)
+            for what, is_stored in (("dropped", False), ("to Lance", True)):
+                run_name = f"{name} run from {kind}, {what}"
+                contenders.append(_run(session, run_name, prompts, folder / "out", num_tokens, [passes.name], is_stored=is_stored))
+        return sitting("smollm2", contenders)
 
 
 def states(
@@ -131,8 +136,11 @@ def _random_session(a: Architecture, taps: str, limits: Limits) -> Session:
 
 def _written_ids(path: Path, num_rows: int, length: int, vocab_size: int) -> Path:
     ids = np.random.default_rng(0).integers(3, vocab_size, (num_rows, length))
-    with open(path, "w") as file:
-        file.writelines(json.dumps({"ids": row.tolist()}) + "\n" for row in ids)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"ids": list(ids.astype(np.int32))}), path)
+    else:
+        with open(path, "w") as file:
+            file.writelines(json.dumps({"ids": row.tolist()}) + "\n" for row in ids)
     return path
 
 

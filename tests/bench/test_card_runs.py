@@ -56,7 +56,8 @@ def test_a_real_model_s_runs_are_whole(tmp_path, monkeypatch):
     build = card_runs.build_engine
     monkeypatch.setattr(card_runs, "build_engine", lambda path, out, recipe, card: build(path, out, card=card))
     found = card_runs.smollm2(tmp_path, checkpoint, 12, CPU)
-    assert names(found) == [f"smollm2-135m bfloat16 {what}" for what in ("passes", "run, dropped", "run to Lance")]
+    runs = [f"run from {kind}, {what}" for kind in ("jsonl", "parquet") for what in ("dropped", "to Lance")]
+    assert names(found) == [f"smollm2-135m bfloat16 {what}" for what in ("passes", *runs)]
 
 
 def test_a_run_that_is_not_whole_is_no_figure(tmp_path, monkeypatch):
