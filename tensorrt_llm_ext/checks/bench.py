@@ -1,4 +1,4 @@
-"""bench: packed batches of our engine against transformers with padding, same token ids, same threads, one run.
+"""bench: packed batches of our engine against transformers with padding, same token ids, same threads or card, one run.
 
 Every contender answers every prompt once a round, rounds are interleaved so that a slow minute of the machine meets all
 of them, and the median round counts; a contender that is far slower than ours runs once. Tokens are real tokens: padding is work, not output. transformers is given the
@@ -37,6 +37,7 @@ SLOW = 8.0  # times ours: who took longer in the first round is not run again
 SLOW_BFLOAT16 = 4.0  # times float32: a CPU without its instructions, where nobody would run bfloat16
 PADDED_BATCH = 16  # as given: what a user writes first
 SORTED_BATCHES = (8, 16)  # sorted by length: the better of the two counts
+CARD_BATCHES = (32, 128)  # the same on a card, which more sequences keep busy
 _BYTES_PER_PARAMETER = 4 + 2  # float32 and bfloat16 beside each other
 _WARM_UP_ITEMS = 8
 
@@ -101,12 +102,13 @@ def bench(
     when a contender does not answer every item.
     """
     _refuse_too_large(checkpoint)
-    contenders, notes = [_packed(session), *_padded(checkpoint, "float32")], []
+    device = "cuda" if session.contract.compute_capabilities else "cpu"
+    contenders, notes = [_packed(session), *_padded(checkpoint, "float32", device)], []
     import torch
 
     torch.set_num_threads(num_threads)
-    if (cost := _bfloat16_cost()) <= SLOW_BFLOAT16:
-        contenders += _padded(checkpoint, "bfloat16")
+    if device == "cuda" or (cost := _bfloat16_cost()) <= SLOW_BFLOAT16:
+        contenders += _padded(checkpoint, "bfloat16", device)
     else:
         notes.append(f"transformers bfloat16 is left out: here torch multiplies matrices {cost:.1f} times slower than in float32")
     exact = contenders[1]  # transformers float32
@@ -138,7 +140,7 @@ def bench(
         timings=timings,
         ratios=_ratios(timings),
         notes=tuple(notes),
-        machine=_machine(),
+        machine=_machine(device),
     )
 
 
@@ -162,11 +164,12 @@ def _packed(session: Session) -> Contender:
     return Contender("this engine", contract.activation_dtype, "packed by token budget", run)
 
 
-def _padded(checkpoint: Checkpoint, dtype: str) -> list[Contender]:
+def _padded(checkpoint: Checkpoint, dtype: str, device: str) -> list[Contender]:
     """transformers in the order given, and sorted by length."""
-    model = whole_model(checkpoint, dtype)
+    model = whole_model(checkpoint, dtype).to(device)
     contenders = []
-    for batch_size, is_sorted in ((PADDED_BATCH, False), *((size, True) for size in SORTED_BATCHES)):
+    sizes = CARD_BATCHES if device == "cuda" else SORTED_BATCHES
+    for batch_size, is_sorted in ((PADDED_BATCH, False), *((size, True) for size in sizes)):
         order = "sorted by length" if is_sorted else "in the order given"
         run = partial(padded_last_states, model, batch_size=batch_size, is_sorted=is_sorted)
         contenders.append(Contender("transformers", dtype, f"padded, batch {batch_size}, {order}", run))
@@ -242,9 +245,12 @@ def _ratios(timings: Sequence[Timing]) -> dict[str, float]:
     return ratios
 
 
-def _machine() -> dict[str, str | int | None]:
+def _machine(device: str) -> dict[str, str | int | None]:
+    import torch
+
     versions = {name: importlib.metadata.version(name) for name in ("onnxruntime", "torch", "transformers", "numpy")}
     return {
+        **({"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if device == "cuda" else {}),
         "cpu": _cpu_name(),
         "cores": usable_cores(),
         "system": platform.platform(terse=True),

@@ -14,7 +14,7 @@ def padded_last_states(
 ) -> dict[str, np.ndarray]:
     """The last token's state after the final norm, by request id: float32 ``[hidden]``.
 
-    Batches are padded on the right, with an attention mask, in the order given or sorted by length.
+    Batches are padded on the right, with an attention mask, in the order given or sorted by length, and run where the model is.
     """
     import torch
 
@@ -25,8 +25,9 @@ def padded_last_states(
             mask = torch.arange(int(lengths.max())) < lengths[:, None]  # [batch, longest]
             ids = torch.zeros(mask.shape, dtype=torch.int64)
             ids[mask] = torch.from_numpy(np.concatenate([item.token_ids for item in batch]).astype(np.int64))
-            hidden = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
-            rows = hidden[torch.arange(len(batch)), lengths - 1].float().numpy()
+            ids, mask = ids.to(model.device), mask.long().to(model.device)
+            hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            rows = hidden[torch.arange(len(batch)), lengths - 1].float().cpu().numpy()
             states |= {item.request_id: row for item, row in zip(batch, rows, strict=True)}
     return states
 

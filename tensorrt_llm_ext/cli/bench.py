@@ -32,10 +32,10 @@ def command(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Time an engine beside transformers: same prompts, same threads, one run.
+    """Time an engine beside transformers: same prompts, same threads or card, one run.
 
-    transformers runs padded in the order given and sorted by length, in float32 and, where the CPU has it, in
-    bfloat16. Needs the extra 'verify' (torch and transformers), and memory for the whole model.
+    transformers runs where the engine runs, padded in the order given and sorted by length, in float32 and, where the CPU
+    has it, in bfloat16. Needs the extra 'verify' (torch and transformers), and memory for the whole model.
     """
     from tensorrt_llm_ext import checks
     from tensorrt_llm_ext.checkpoint import open_checkpoint
