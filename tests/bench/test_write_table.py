@@ -71,7 +71,7 @@ def test_a_card_s_table_holds_each_contender_against_the_products_and_against_ou
     lines = write_card_table.table([card_report()]).splitlines()
     assert lines[0].startswith("Random weights, so for speed only; 16,384 packed tokens a batch, 128 a sequence")
     assert lines[4:10] == [
-        "| **peers** | | | | |",
+        "| **peers**, 3 rounds | | | | |",
         "| m fp8 | 90 | 900 | 0.900 |  |",
         "| m fp8 mixed | 81 | 850 | 0.850 | 0.900 of m fp8 |",
         "| m fp8 2048 | 70 | 800 | 0.800 |  |",
@@ -80,6 +80,20 @@ def test_a_card_s_table_holds_each_contender_against_the_products_and_against_ou
     ]
     versions = "driver 1, CUDA 13, torch 2, Triton 3, vLLM 0.25.1; commit abc."
     assert lines[-2:] == ["left out: x.", f"a card, SM clock 1,400 to 1,500 MHz, {versions}"]
+
+
+def test_a_run_s_line_has_its_share_of_the_card_s_speed_and_of_the_disk_s():
+    report = card_report()
+    rows = [{"name": name, "tokens_per_s": 10, "rounds_ms": [1]} for name in ("m fp8 passes", "dd to disk", "m fp8 run to disk")]
+    ratios = {"m fp8 run to disk / m fp8 passes": 0.5, "m fp8 run to disk / dd to disk": 0.95}
+    report["sittings"].append({"name": "states", "rows": rows, "ratios": ratios, "clocks_mhz": [1500]})
+    lines = write_card_table.table([report]).splitlines()
+    assert lines[10:14] == [
+        "| **states**, 1 round | | | | |",
+        "| m fp8 passes | 10 |  |  |  |",
+        "| dd to disk | 10 |  |  |  |",
+        "| m fp8 run to disk | 10 |  |  | 0.500 of m fp8 passes, 0.950 of dd to disk |",
+    ]
 
 
 def test_the_demo_s_block_begins_with_its_summary():

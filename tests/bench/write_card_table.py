@@ -1,7 +1,8 @@
-"""Writes the card's table of README.md from reports of torch_h200.py: the machine with the card need not have the README.
+"""Writes the card's table of README.md from reports of torch_h200.py and card_runs.py, which the card's machine wrote.
 
     python tests/bench/torch_h200.py --json torch.json             # on the card
-    python tests/bench/write_card_table.py torch.json [MORE.json …] [--commit OF_THAT_TREE]
+    python tests/bench/card_runs.py FOLDER --json runs.json        # on the card
+    python tests/bench/write_card_table.py torch.json runs.json [--commit OF_THAT_TREE]
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 from write_table import README, replaced
 
 PRODUCTS = "products alone"
+PEERS = ("transformers", "vllm")
 
 
 def table(reports: list[dict]) -> str:
@@ -18,13 +20,15 @@ def table(reports: list[dict]) -> str:
     notes = []
     for report in reports:
         for part in report["sittings"]:
-            lines += [f"| **{part['name']}** | | | | |", *(_line(row, part) for row in part["rows"])]
+            num_rounds = len(part["rows"][0]["rounds_ms"])
+            title = f"**{part['name']}**, {num_rounds} round{'s' if num_rounds > 1 else ''}"
+            lines += [f"| {title} | | | | |", *(_line(row, part) for row in part["rows"])]
         notes += [f"{note.partition(chr(10))[0]}." for note in report["notes"]] + [_measured_on(report)]
     batch = reports[0]["batch"]
     head = (
         f"Random weights, so for speed only; {batch['num_tokens']:,} packed tokens a batch, {batch['length']} a sequence unless said "
-        f"otherwise (mixed: log-normal, mean 128, 1 to {batch['long']:,}); medians of {len(reports[0]['sittings'][0]['rows'][0]['rounds_ms'])} "
-        "interleaved rounds. The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others."
+        f"otherwise (mixed: log-normal, mean 128, 1 to {batch['long']:,}); medians of interleaved rounds. "
+        "The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others."
     )
     return "\n".join([head, "", *lines, "", *notes])
 
@@ -46,12 +50,12 @@ def _share(row: dict, part: dict) -> str:
 
 
 def _beside(name: str, ratios: dict[str, float]) -> str:
-    """How many times faster ours are than a peer; or the share of another row of ours."""
-    ours = {pair.split()[1]: ratio for pair, ratio in ratios.items() if pair.endswith(f" / {name}") and not name.endswith(PRODUCTS)}
-    if ours and not any(pair.startswith(f"{name} / ") for pair in ratios):
-        return "ours: " + ", ".join(f"{precision} {ratio:.2f} times" for precision, ratio in ours.items())
-    own = {pair.split(" / ")[1]: ratio for pair, ratio in ratios.items() if pair.startswith(f"{name} / ")}
-    return ", ".join(f"{ratio:.3f} of {other}" for other, ratio in own.items() if other in name)
+    """How many times faster ours are than a peer; or the shares of other rows of ours, and of the disk."""
+    of = {tuple(pair.split(" / ")): ratio for pair, ratio in ratios.items()}
+    if name.split()[1] in PEERS:
+        return "ours: " + ", ".join(f"{one.split()[1]} {ratio:.2f} times" for (one, other), ratio in of.items() if other == name)
+    limits = [other for one, other in of if one == name and not other.endswith(PRODUCTS) and other.split()[1] not in PEERS]
+    return ", ".join(f"{of[name, other]:.3f} of {other}" for other in limits)
 
 
 def _measured_on(report: dict) -> str:
@@ -63,7 +67,7 @@ def _measured_on(report: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("reports", nargs="+", help="what torch_h200.py wrote")
+    parser.add_argument("reports", nargs="+", help="what torch_h200.py and card_runs.py wrote")
     parser.add_argument("--commit", help="of the tree that was measured, where its history was elsewhere")
     arguments = parser.parse_args()
     reports = []

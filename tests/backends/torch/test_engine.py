@@ -228,17 +228,20 @@ def test_too_little_memory_is_told_with_the_numbers_before_anything_is_loaded(co
     monkeypatch.setattr(engine_module, "load_decoder", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(OutOfMemory, match="does not fit") as error:
         open_engine(copy, contract_for(copy, compute_capabilities=("9.0",)))
-    assert "GB" in error.value.expected and "0.00 GB free" in error.value.found
+    assert "GB of device memory" in error.value.expected and "0.00 GB free on Some Card" in error.value.found
+    assert "lower max_num_tokens or in FP8" in error.value.fix
 
 
 def test_memory_that_runs_out_while_loading_is_the_same_error(copy, monkeypatch):
     def load(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    emptied = []
     monkeypatch.setattr(engine_module, "load_decoder", load)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     with pytest.raises(OutOfMemory, match="does not fit") as error:
         open_engine(copy, read_contract(copy))
-    assert "CUDA out of memory" in error.value.found
+    assert "CUDA out of memory" in error.value.found and emptied == [True]
 
 
 def test_shapes_and_addresses_are_checked(copy):
