@@ -72,6 +72,7 @@ def write_trt_engine(
             dtype="bfloat16" if fp8 else settings.precision,
             max_seq_len=settings.limits.max_seq_len,
             fp8=fp8 and fp8.linears,
+            is_compiled=True,
             progress=partial(progress, "weights"),
         )
         check_space(folder, "the plan", decoder.weight_bytes + _RUNG_BYTES * len(profiles))

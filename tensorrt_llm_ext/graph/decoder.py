@@ -54,16 +54,20 @@ def write_decoder(
     dtype: str,
     max_seq_len: int,
     fp8: Fp8Linears | None = None,
+    is_compiled: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderFiles:
     """Write model.onnx and its weights into the existing, empty ``folder``, one tensor in memory at a time.
 
     ``dtype`` is the compute type: float32 or float16 for ONNX Runtime, bfloat16 or float16 for TensorRT. ``mean``
     outputs are float32, and so is every output of a bfloat16 build (NumPy has no bfloat16). With ``fp8`` the linears
-    round their operands to FP8 by its scales. ``progress`` hears of bytes of weights done and in all. Raises DiskFull, BuildError, and OSError for what else a disk refuses.
+    round their operands to FP8 by its scales. For a compiler (``is_compiled``) FP8 linears of one input are one product
+    where no weight must be copied for it: it would make them one itself, with copies in memory. ``progress`` hears of
+    bytes of weights done and in all. Raises DiskFull, BuildError, and OSError for what else a disk refuses.
     """
     weights = ExternalWeights(checkpoint, dtype)
-    g = Graph(dtype, weights.initializer, fp8 and Fp8Operands(fp8, weights))
+    operands = fp8 and Fp8Operands(fp8, weights)
+    g = Graph(dtype, weights.initializer, operands, operands.together if operands and is_compiled else None)
     _write_nodes(g, checkpoint.architecture, weights, taps, max_seq_len)
     files = weights.write(folder, progress)
     (folder / names.MODEL_FILE).write_bytes(g.model(checkpoint.name).SerializeToString(deterministic=True))

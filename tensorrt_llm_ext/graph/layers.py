@@ -68,9 +68,8 @@ def decoder_layer(
 
 def attention(g: Graph, x: str, prefix: str, attention_rows: str, slots: str, rope: RopeRows, a: Architecture) -> str:
     """Grouped-query attention of packed rows, of which those in ``slots`` come back."""
-    q = g.linear(x, prefix + "q_proj", a.has_qkv_bias)
-    k = g.linear(x, prefix + "k_proj", a.has_qkv_bias)
-    v = g.linear(x, prefix + "v_proj", a.has_qkv_bias)
+    num_heads = {"q_proj": a.num_heads, "k_proj": a.num_kv_heads, "v_proj": a.num_kv_heads}
+    q, k, v = g.linears(x, {prefix + name: count * a.head_dim for name, count in num_heads.items()}, a.has_qkv_bias)
     if a.has_qk_norm:
         q = head_norm(g, q, prefix + "q_norm", a.num_heads, a)
         k = head_norm(g, k, prefix + "k_norm", a.num_kv_heads, a)
@@ -94,9 +93,9 @@ def rotate(g: Graph, x: str, rope: RopeRows, num_heads: int) -> str:
 
 def mlp(g: Graph, x: str, prefix: str, a: Architecture) -> str:
     """down(silu(gate(x)) * up(x))"""
-    gate = g.silu(g.linear(x, prefix + "gate_proj", a.has_mlp_bias))
-    up = g.linear(x, prefix + "up_proj", a.has_mlp_bias)
-    return g.linear(g.multiply(gate, up), prefix + "down_proj", a.has_mlp_bias)
+    sizes = {prefix + name: a.intermediate_size for name in ("gate_proj", "up_proj")}
+    gate, up = g.linears(x, sizes, a.has_mlp_bias)
+    return g.linear(g.multiply(g.silu(gate), up), prefix + "down_proj", a.has_mlp_bias)
 
 
 def final_norm(g: Graph, x: str, a: Architecture) -> str:

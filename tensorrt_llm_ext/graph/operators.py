@@ -6,7 +6,7 @@ RotaryEmbedding and Attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -50,6 +50,8 @@ class Graph:
     ``weight`` says where weights come from: it is called once per weight with the graph and the checkpoint's name,
     and returns the name of the value that holds it in ``dtype``. ``operands`` is called once per linear with the graph,
     its input and its name, and returns the two values to multiply; by default the input and the weight as they are.
+    ``together`` is called once per group of linears that share an input, and returns the two values that give all their
+    outputs side by side, or None where they are to be multiplied one by one, which is the default.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Graph:
         dtype: str,
         weight: Callable[[Graph, str], str],
         operands: Callable[[Graph, str, str], tuple[str, str]] | None = None,
+        together: Callable[[Graph, str, Sequence[str]], tuple[str, str] | None] | None = None,
     ) -> None:
         self.dtype = dtype
+        self._together = together or (lambda g, x, names: None)
         self._operands = operands or (lambda g, x, name: (x, g.weight(f"{name}.weight")))
         self.inputs: list[GraphTensor] = []
         self.outputs: list[GraphTensor] = []
@@ -143,6 +147,13 @@ class Graph:
         bias = [self.weight(f"{name}.bias")] if has_bias else []
         return self.node("Gemm", x, weight, *bias, transB=1)
 
+    def linears(self, x: str, sizes: dict[str, int], has_bias: bool) -> list[str]:
+        """Several linears of one input, by name with their widths: one product where ``together`` gives its operands."""
+        operands = None if has_bias else self._together(self, x, list(sizes))
+        if operands is None:
+            return [self.linear(x, name, has_bias) for name in sizes]
+        return self.split(self.node("Gemm", *operands, transB=1), list(sizes.values()))
+
     def rms_norm(self, x: str, name: str, epsilon: float) -> str:
         """x / sqrt(mean(x^2) + epsilon) * w over the last axis; the statistics are float32 in every build."""
         return self.node("RMSNormalization", x, self.weight(f"{name}.weight"), axis=-1, epsilon=epsilon, stash_type=1)
@@ -170,6 +181,13 @@ class Graph:
 
     def squeeze(self, x: str, axis: int) -> str:
         return self.node("Squeeze", x, self.constant([axis], "int64"))
+
+    def split(self, x: str, widths: Sequence[int]) -> list[str]:
+        """The parts of [T, sum of widths], side by side."""
+        name = f"Split_{len(self._nodes)}"
+        parts = [f"{name}_{number}" for number in range(len(widths))]
+        self._nodes.append(helper.make_node("Split", [x, self.constant(widths, "int64")], parts, name=name, axis=1))
+        return parts
 
     def cast(self, x: str, dtype: str) -> str:
         return self.node("Cast", x, to=ONNX_TYPES[dtype])

@@ -7,7 +7,7 @@ numbers do not depend on what else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,19 @@ class Fp8Operands:
         weight = self._weights.quantised(g, f"{name}.weight", scales.weight)
         channels = g.constant(scales.weight, g.dtype)
         return self._input(g, x, scales.activation), g.node("DequantizeLinear", weight, channels, axis=0)
+
+    def together(self, g: Graph, x: str, names: Sequence[str]) -> tuple[str, str] | None:
+        """The operands of several linears at once, where all are rounded and by one scale of the input."""
+        scales = [self._linears.scales[name] for name in names if name in self._linears.scales]
+        if len(scales) < len(names) or len({found.activation for found in scales}) > 1:
+            return None
+        weight = self._weights.quantised_together(
+            g, [f"{name}.weight" for name in names], [found.weight for found in scales]
+        )
+        if weight is None:
+            return None
+        channels = g.constant(np.concatenate([found.weight for found in scales]), g.dtype)
+        return self._input(g, x, scales[0].activation), g.node("DequantizeLinear", weight, channels, axis=0)
 
     def _input(self, g: Graph, x: str, scale: float) -> str:
         if (x, scale) not in self._rounded:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -33,14 +35,25 @@ _PIECE = 4 << 20  # values converted at once
 
 
 @dataclass(frozen=True)
+class _Values:
+    """The values of a tensor and the type they are stored in. ``place`` is where they lie as they are, if they do."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    reads: tuple[Callable[[], np.ndarray], ...]  # the parts, one behind the other
+    place: TensorInfo | None
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * NUMPY_TYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
 class _Weight:
-    """An initializer that gets its place when the files are written; ``dtype`` is the one it is stored in."""
+    """An initializer that gets its place when the files are written."""
 
     initializer: TensorProto
-    dtype: str
-    num_bytes: int
-    read: Callable[[], np.ndarray]
-    in_place: TensorInfo | None  # where the values lie as they are
+    values: _Values
 
 
 class ExternalWeights:
@@ -54,33 +67,38 @@ class ExternalWeights:
     def initializer(self, g: Graph, name: str) -> str:
         """Add the checkpoint's tensor ``name`` to the graph; return the value that holds it in the compute type."""
         value = self.stored(g, name)
-        return value if self._weights[-1].dtype == self._dtype else g.cast(value, self._dtype)
+        return value if self._weights[-1].values.dtype == self._dtype else g.cast(value, self._dtype)
 
     def stored(self, g: Graph, name: str) -> str:
         """Add the tensor in the type it is stored in, which the reader casts (an embedding: after the look-up)."""
-        info = self._checkpoint.info(name)
-        stays = info.file is not None and (info.dtype == self._dtype or self._dtype == "float32")
-        dtype = info.dtype if stays else self._dtype
-        return self._add(g, name, dtype, info.shape, lambda: self._checkpoint.tensor(name), info if stays else None)
+        return self._add(g, name, self._plain(name))
 
     def quantised(self, g: Graph, name: str, scales: np.ndarray) -> str:
         """Add the tensor ``[out, in]``, divided by the scales ``[out]`` and rounded to float8_e4m3fn; where it is stored so
         already, the scales are its own, and its values stay as they are."""
-        stored = self._checkpoint.fp8_scales(name.removesuffix(".weight"))
-        if stored is not None:
-            return self._add(g, name, FP8, stored.values.shape, lambda: _raw_fp8(stored.values), stored.values)
-        read = lambda: rounded_to_fp8(self._checkpoint.tensor(name), scales[:, None])  # noqa: E731
-        return self._add(g, name, FP8, self._checkpoint.info(name).shape, read, None)
+        return self._add(g, name, self._rounded(name, scales))
+
+    def quantised_together(self, g: Graph, names: Sequence[str], scales: Sequence[np.ndarray]) -> str | None:
+        """Add tensors ``[out, in]`` of one width as one, rounded as ``quantised`` rounds each. None, and nothing is added,
+        where they would have to be copied: stored in FP8 already, and not one right behind the other."""
+        parts = [self._rounded(*part) for part in zip(names, scales, strict=True)]
+        places = [part.place for part in parts]
+        if not (_adjoin(places) or not any(places)):
+            return None
+        shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        place = places[0] and replace(places[0], shape=shape, length=sum(one.length for one in places))
+        reads = tuple(read for part in parts for read in part.reads)
+        return self._add(g, " and ".join(names), _Values(FP8, shape, reads, place))
 
     def table(self, g: Graph, name: str, array: np.ndarray) -> str:
         """Add an array that was computed here."""
-        return self._add(g, name, self._dtype, array.shape, lambda: array, None)
+        return self._add(g, name, _Values(self._dtype, array.shape, (lambda: array,), None))
 
     def num_bytes(self) -> Counter[str]:
         """Bytes of the weights by the type they are stored in."""
         counted: Counter[str] = Counter()
         for weight in self._weights:
-            counted[weight.dtype] += weight.num_bytes
+            counted[weight.values.dtype] += weight.values.num_bytes
         return counted
 
     def write(self, folder: Path, progress: Callable[[int, int], None]) -> tuple[str, ...]:
@@ -91,14 +109,15 @@ class ExternalWeights:
         """
         linked = self._worth_linking()
         copies = {file: name for file, name in linked.items() if not link(file, folder / name)}
-        streamed = [weight for weight in self._weights if weight.in_place is None or weight.in_place.file not in linked]
-        needed = sum(file.stat().st_size for file in copies) + sum(weight.num_bytes + ALIGNMENT for weight in streamed)
+        streamed = [w for w in self._weights if w.values.place is None or w.values.place.file not in linked]
+        needed = sum(file.stat().st_size for file in copies) + sum(w.values.num_bytes + ALIGNMENT for w in streamed)
         check_space(folder, "the weights", needed)
         for file, name in copies.items():
             shutil.copyfile(file, folder / name)
         for weight in self._weights:
-            if weight.in_place is not None and weight.in_place.file in linked:
-                _locate(weight.initializer, linked[weight.in_place.file], weight.in_place.offset, weight.in_place.length)
+            place = weight.values.place
+            if place is not None and place.file in linked:
+                _locate(weight.initializer, linked[place.file], place.offset, place.length)
         if not streamed:
             return tuple(linked.values())
         with open(folder / WEIGHTS_FILE, "wb") as out:
@@ -108,29 +127,40 @@ class ExternalWeights:
             progress(needed, needed)
         return (*linked.values(), WEIGHTS_FILE)
 
-    def _add(
-        self,
-        g: Graph,
-        name: str,
-        dtype: str,
-        shape: tuple[int, ...],
-        read: Callable[[], np.ndarray],
-        in_place: TensorInfo | None,
-    ) -> str:
-        initializer = TensorProto(name=name, data_type=ONNX_TYPES[dtype], dims=shape)
+    def _plain(self, name: str) -> _Values:
+        info = self._checkpoint.info(name)
+        stays = info.file is not None and (info.dtype == self._dtype or self._dtype == "float32")
+        read = partial(self._checkpoint.tensor, name)
+        return _Values(info.dtype if stays else self._dtype, info.shape, (read,), info if stays else None)
+
+    def _rounded(self, name: str, scales: np.ndarray) -> _Values:
+        stored = self._checkpoint.fp8_scales(name.removesuffix(".weight"))
+        if stored is not None:
+            return _Values(FP8, stored.values.shape, (partial(_raw_fp8, stored.values),), stored.values)
+        read = lambda: rounded_to_fp8(self._checkpoint.tensor(name), scales[:, None])  # noqa: E731
+        return _Values(FP8, self._checkpoint.info(name).shape, (read,), None)
+
+    def _add(self, g: Graph, name: str, values: _Values) -> str:
+        initializer = TensorProto(name=name, data_type=ONNX_TYPES[values.dtype], dims=values.shape)
         g.initializers.append(initializer)
-        num_bytes = int(np.prod(shape)) * NUMPY_TYPES[dtype].itemsize
-        self._weights.append(_Weight(initializer, dtype, num_bytes, read, in_place))
+        self._weights.append(_Weight(initializer, values))
         return name
 
     def _worth_linking(self) -> dict[Path, str]:
         """The checkpoint's files that hold enough of what stays in place, with their names in the engine's folder."""
         used: Counter[Path] = Counter()  # in the order of first use
-        for weight in self._weights:
-            if weight.in_place is not None:
-                used[weight.in_place.file] += weight.in_place.length
+        for place in (weight.values.place for weight in self._weights):
+            if place is not None:
+                used[place.file] += place.length
         worth = [file for file in used if used[file] >= MIN_PART_USED * file.stat().st_size]
         return {file: LINKED_FILE.format(number) for number, file in enumerate(worth, 1)}
+
+
+def _adjoin(places: Sequence[TensorInfo | None]) -> bool:
+    """Whether each lies in the same file right behind the one before."""
+    if not all(places):
+        return False
+    return all(b.file == a.file and b.offset == a.offset + a.length for a, b in pairwise(places))
 
 
 def _raw_fp8(info: TensorInfo) -> np.ndarray:
@@ -161,11 +191,12 @@ def check_space(folder: Path, what: str, needed: int) -> None:
 def _append(out: BinaryIO, weight: _Weight) -> None:
     """Write one tensor, a piece at a time: narrowed, it is never in memory twice."""
     out.write(b"\0" * (-out.tell() % ALIGNMENT))
-    _locate(weight.initializer, WEIGHTS_FILE, out.tell(), weight.num_bytes)
-    values = weight.read().reshape(-1)
-    for start in range(0, len(values), _PIECE):
-        piece = _converted(weight.initializer.name, values[start : start + _PIECE], weight.dtype)
-        out.write(memoryview(piece.view(np.uint8)))
+    _locate(weight.initializer, WEIGHTS_FILE, out.tell(), weight.values.num_bytes)
+    for read in weight.values.reads:
+        values = read().reshape(-1)
+        for start in range(0, len(values), _PIECE):
+            piece = _converted(weight.initializer.name, values[start : start + _PIECE], weight.values.dtype)
+            out.write(memoryview(piece.view(np.uint8)))
 
 
 def _converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:

@@ -44,6 +44,7 @@ def write_checkpoint(folder: Path, num_layers: int, is_fp8: bool) -> None:
         if in_fp8:
             for kind, _ in SCALES:
                 entries[name.replace("weight", f"{kind}_scale")] = ("F32", [])
+    entries = dict(sorted(entries.items(), key=lambda entry: (DTYPES.index(entry[1][0]), entry[0])))  # as safetensors does
     header, at = {}, 0
     for name, (dtype, shape) in entries.items():
         length = int(np.prod(shape)) * {"BF16": 2, "F8_E4M3": 1, "F32": 4}[dtype]
@@ -63,6 +64,7 @@ def write_checkpoint(folder: Path, num_layers: int, is_fp8: bool) -> None:
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
 
 
+DTYPES = ("F32", "BF16", "F8_E4M3")  # in the order in which safetensors writes them
 SCALES = (("weight", 0.05 / 80), ("input", 0.05))
 
 

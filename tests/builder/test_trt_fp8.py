@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
 from tensorrt_llm_ext.builder import build_engine, calibration, canaries, trt_engine
-from tensorrt_llm_ext.builder.calibration import calibrate
+from tensorrt_llm_ext.builder.calibration import calibrate, stored_calibration
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checkpoint.layout import product_linears
 from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError, UnsupportedCheckpoint
@@ -96,6 +96,42 @@ def test_the_graph_of_float32_rounds_operands_as_the_scales_say(checkpoint, text
     assert nodes.count("Gemm") == len(LINEARS)
     assert nodes.count("QuantizeLinear") == 4  # one for q, k and v, one for gate and up
     assert nodes.count("DequantizeLinear") == 4 + len(LINEARS)
+
+
+def test_a_compiler_gets_linears_of_one_input_as_one_product_with_the_same_numbers(checkpoint, text, tmp_path):
+    """A product that is kept in bfloat16 is left apart."""
+    with open_checkpoint(checkpoint) as opened:
+        linears = calibrate(opened, text, num_layers=2, most=None, kept=("1.gate_up",)).linears
+        apart, together = (written(opened, tmp_path / name, linears, name == "together") for name in ("apart", "together"))
+    weights = {tensor.name: list(tensor.dims) for tensor in onnx.load(together, load_external_data=False).graph.initializer}
+    layer = "model.layers.0."
+    assert weights[" and ".join(f"{layer}self_attn.{name}_proj.weight" for name in "qkv")] == [64 + 2 * 2 * 16, 64]
+    assert weights[f"{layer}mlp.gate_proj.weight and {layer}mlp.up_proj.weight"] == [2 * 128, 64]
+    assert "model.layers.1.mlp.gate_proj.weight" in weights and not any("1.mlp.gate_proj.weight and" in name for name in weights)
+    token_ids = np.arange(40, 56, dtype=np.int32)
+    assert np.array_equal(run(together, token_ids), run(apart, token_ids))
+
+
+@pytest.mark.parametrize("method", ["modelopt", "compressed-tensors"])
+def test_stored_fp8_weights_are_one_product_where_they_lie_side_by_side(method, tmp_path):
+    """Nothing is copied for it: gate and up are neighbours in a file in alphabetical order; q, k and v are not."""
+    folder = tiny.fp8_checkpoint(tmp_path / "checkpoint", method)
+    with open_checkpoint(folder) as opened:
+        linears = stored_calibration(opened, None, num_layers=2).linears
+        apart, together = (written(opened, tmp_path / name, linears, name == "together") for name in ("apart", "together"))
+    weights = {tensor.name: tensor for tensor in onnx.load(together, load_external_data=False).graph.initializer}
+    stacked = weights["model.layers.0.mlp.gate_proj.weight and model.layers.0.mlp.up_proj.weight"]
+    assert {entry.key: entry.value for entry in stacked.external_data}["location"] == "checkpoint-1.weights"
+    assert "model.layers.0.self_attn.q_proj.weight" in weights
+    token_ids = np.arange(40, 56, dtype=np.int32)
+    assert np.array_equal(run(together, token_ids), run(apart, token_ids))
+
+
+def written(opened, folder, linears, is_compiled):
+    folder.mkdir()
+    taps = parse_taps("final@all", 2)
+    write_decoder(opened, folder, taps=taps, dtype="float32", max_seq_len=16, fp8=linears, is_compiled=is_compiled)
+    return folder / "model.onnx"
 
 
 def run(model, token_ids):
