@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,3 +38,10 @@ def file_fingerprint(path: Path) -> str:
 def token_hash(token_ids: np.ndarray) -> str:
     """Hash a sequence of token ids: SHA-256 over little-endian int32."""
     return "sha256:" + hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<i4").tobytes()).hexdigest()
+
+
+def token_hashes(token_ids: np.ndarray, offsets: np.ndarray) -> list[str]:
+    """``token_hash`` of every sequence ``token_ids[offsets[i] : offsets[i + 1]]``, at a fraction of its cost for each."""
+    packed = memoryview(np.ascontiguousarray(token_ids, dtype="<i4")).cast("B")
+    sha256, bounds = hashlib.sha256, (np.asarray(offsets, dtype=np.int64) * 4).tolist()
+    return ["sha256:" + sha256(packed[start:end]).hexdigest() for start, end in pairwise(bounds)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tensorrt_llm_ext.fingerprint import canonical_json, file_fingerprint, fingerprint, token_hash
+from tensorrt_llm_ext.fingerprint import canonical_json, file_fingerprint, fingerprint, token_hash, token_hashes
 
 
 def test_the_order_of_keys_does_not_change_a_fingerprint_and_a_value_does():
@@ -24,6 +24,14 @@ def test_numbers_that_json_lacks_are_refused(value):
 def test_a_token_hash_is_over_little_endian_int32_whatever_the_type_it_came_in():
     known = "sha256:" + "4636993d3e1da4e9d6b8f87b79e8f7c6d018580d52661950eabc3845c5897a4d"
     assert token_hash(np.array([1, 2, 3], dtype=np.int64)) == token_hash(np.array([1, 2, 3], dtype=">i4")) == known
+
+
+@pytest.mark.parametrize("dtype", ["<i4", ">i4", "<i8"])
+def test_many_token_hashes_are_those_of_each_sequence(dtype):
+    token_ids, offsets = np.arange(12, dtype=dtype), np.array([2, 3, 3, 9])
+    assert token_hashes(token_ids, offsets) == [token_hash(token_ids[2:3]), token_hash([]), token_hash(token_ids[3:9])]
+    assert token_hashes(token_ids[::2], np.array([0, 6])) == [token_hash(token_ids[::2])]
+    assert token_hashes(token_ids[:0], np.array([0])) == []
 
 
 def test_a_file_fingerprint_is_of_its_bytes(tmp_path):

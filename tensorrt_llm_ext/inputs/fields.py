@@ -65,8 +65,13 @@ def messages_of_row(row: Row, name: str) -> list[dict]:
 
 
 def token_ids_of_row(row: Row, name: str) -> np.ndarray:
-    """The row's token ids, int64 ``[tokens]``; whether the model knows them is checked with the other tokens."""
+    """The row's token ids, an array ``[tokens]``; whether the model knows them is checked with the other tokens.
+
+    A reader that has found integers of 32 bits gives them as an array.
+    """
     value = _value(row, name)
+    if isinstance(value, np.ndarray):
+        return value
     if not isinstance(value, list) or any(type(token) is not int for token in value):  # a bool is not a token
         wrong = next((token for token in value if type(token) is not int), None) if isinstance(value, list) else value
         raise Refusal(

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 
 import numpy as np
 
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import InputError, Refusal
-from tensorrt_llm_ext.fingerprint import token_hash
+from tensorrt_llm_ext.fingerprint import token_hashes
 from tensorrt_llm_ext.inputs.duplicates import SeenIds, Verdict
 from tensorrt_llm_ext.inputs.fields import (
     loss_mask_of_row,
@@ -33,6 +34,7 @@ from tensorrt_llm_ext.results.record import WorkItem
 
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 20
+_SIZED = (str, list, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,14 @@ def work_items(
         drafts = [_Draft(row) for row in batch]
         _each(drafts, steps.read)
         steps.tokenise(drafts)
-        _each(drafts, steps.check_tokens)
+        steps.check_tokens(drafts)
         if seen is not None:
             _claim_ids(seen, drafts)
         for draft in drafts:
             yield draft.finished(source)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Draft:
     """A row on its way to becoming a work item."""
 
@@ -147,6 +149,8 @@ class _Steps:
 
     def tokenise(self, drafts: list[_Draft]) -> None:
         texts = [draft for draft in drafts if draft.refusal is None and draft.text is not None]
+        if not texts:
+            return
         if self._policy.loss_mask == "assistant":
             encoded = self._tokenizer.encode_with_offsets([draft.text for draft in texts], self._adds_special_tokens)
             for draft, (token_ids, offsets) in zip(texts, encoded, strict=True):
@@ -156,11 +160,22 @@ class _Steps:
         for draft, token_ids in zip(texts, encoded, strict=True):
             draft.token_ids = token_ids
 
-    def check_tokens(self, draft: _Draft) -> None:
+    def check_tokens(self, drafts: list[_Draft]) -> None:
+        """Check, cut and hash the token ids of many drafts."""
+        token_ids, _ = _packed(drafts)
+        are_known = not len(token_ids) or 0 <= token_ids.min() <= token_ids.max() < self._vocab_size
+        _each(drafts, partial(self._check_tokens, are_known=are_known))
+        hashes = iter(token_hashes(*_packed(drafts)))
+        for draft in drafts:
+            if draft.refusal is None:
+                draft.token_hash = next(hashes)
+
+    def _check_tokens(self, draft: _Draft, *, are_known: bool) -> None:
+        """``are_known``: every token id of every draft is in the vocabulary, this one's too."""
         token_ids = draft.token_ids
         if not len(token_ids):
             raise _empty_prompt("no token")
-        if not 0 <= token_ids.min() <= token_ids.max() < self._vocab_size:
+        if not (are_known or 0 <= token_ids.min() <= token_ids.max() < self._vocab_size):
             place = int(np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))[0])
             raise Refusal(
                 "outside_vocabulary",
@@ -182,7 +197,6 @@ class _Steps:
             )
         if len(token_ids) > self._policy.max_length:
             self._cut(draft)
-        draft.token_hash = token_hash(draft.token_ids)
 
     def _cut(self, draft: _Draft) -> None:
         """Cut the text's own tokens; special tokens at either end stay, as transformers' truncation leaves them."""
@@ -218,6 +232,13 @@ class _Steps:
         return 0, 0  # special tokens within the text: there is no end to keep
 
 
+def _packed(drafts: list[_Draft]) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids of all drafts that are not refused, one after another ``[tokens]``, and where each begins ``[drafts + 1]``."""
+    sequences = [draft.token_ids for draft in drafts if draft.refusal is None]
+    offsets = np.cumsum([0, *map(len, sequences)])
+    return np.concatenate(sequences) if sequences else np.empty(0, np.int32), offsets
+
+
 def _tokens_within(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     """1 for each token whose first character lies in one of the spans; a token that was added has none."""
     starts = offsets[:, 0]
@@ -234,7 +255,7 @@ def _batches(rows: Iterable[Row], fields: Fields) -> Iterator[list[Row]]:
     for row in rows:
         batch.append(row)
         text = None if isinstance(row.fields, Refusal) else row.fields.get(fields.prompt)
-        num_characters += len(text) if isinstance(text, str | list) else 0
+        num_characters += len(text) if isinstance(text, _SIZED) else 0
         if len(batch) >= _BATCH_ROWS or num_characters >= _BATCH_CHARACTERS:
             yield batch
             batch, num_characters = [], 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tensorrt_llm_ext.errors import InputError, Refusal, nearest_name
 from tensorrt_llm_ext.inputs.rows import Fields, Row
 
 _BATCH_ROWS = 1024
+_INT32 = np.iinfo(np.int32)
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -154,14 +157,14 @@ _WANTED = {
 def _rows(batches: Iterator[pa.RecordBatch], fields: Fields, num_rows: int) -> Iterator[Row]:
     number = 0
     for batch in batches:
-        for value in _values(batch):
+        for value in _values(batch, fields):
             yield Row(number, None, value, (number + 1) / num_rows)
             number += 1
 
 
-def _values(batch: pa.RecordBatch) -> Iterator[dict | Refusal]:
+def _values(batch: pa.RecordBatch, fields: Fields) -> Iterator[dict | Refusal]:
     try:
-        yield from batch.to_pylist()
+        yield from _dicts(batch, fields)
     except UnicodeDecodeError:  # rare: find the rows that are to blame
         for row in range(batch.num_rows):
             try:
@@ -170,3 +173,29 @@ def _values(batch: pa.RecordBatch) -> Iterator[dict | Refusal]:
                 yield Refusal(
                     "not_utf8", "a string of the row is not UTF-8", expected="UTF-8", found=error, fix="correct the row"
                 )
+
+
+def _dicts(batch: pa.RecordBatch, fields: Fields) -> Iterable[dict]:
+    """The rows of a batch; token ids as arrays where no row of it lacks one."""
+    token_ids = None if fields.ids is None else _token_ids(batch[fields.ids])
+    if token_ids is None:
+        return batch.to_pylist()
+    columns = {name: token_ids if name == fields.ids else batch[name].to_pylist() for name in fields.names()}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _token_ids(column: pa.Array) -> list[np.ndarray] | None:
+    """A column of lists as arrays, int32 ``[tokens]`` each, read-only; None where a null or a larger number wants to be
+    looked at row by row."""
+    if pa.types.is_dictionary(column.type) or column.null_count:
+        return None
+    values = column.flatten()
+    if values.null_count:
+        return None
+    numbers = values.to_numpy()
+    if len(numbers) and not _INT32.min <= numbers.min() <= numbers.max() <= _INT32.max:
+        return None
+    packed = numbers.astype(np.int32)  # a copy: the file may be mapped, and is closed before the rows are used
+    packed.flags.writeable = False
+    ends = np.cumsum(pc.list_value_length(column).to_numpy()).tolist()
+    return [packed[start:end] for start, end in zip([0, *ends], ends)]

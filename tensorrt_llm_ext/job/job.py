@@ -160,8 +160,11 @@ def with_taps(contract: Contract, taps: tuple[Tap, ...]) -> Contract:
 
 def _limited(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
     """At most ``limit`` rows, each saying how much of those lies behind."""
-    for row in islice(rows, limit):
-        yield row if limit is None else dataclasses.replace(row, fraction=max(row.fraction or 0.0, (row.number + 1) / limit))
+    if limit is None:
+        return rows
+    return (
+        dataclasses.replace(row, fraction=max(row.fraction or 0.0, (row.number + 1) / limit)) for row in islice(rows, limit)
+    )
 
 
 def _tokenisation(session: Session) -> Tokenisation:

@@ -78,7 +78,8 @@ class _Batch:
     window: Window
     rows: list[AcceptedRow] | None
     ticket: Ticket | CanaryTicket
-    fraction: float | None  # of the input that lies behind once this batch has landed
+    num_tokens: int = 0
+    fraction: float | None = None  # of the input that lies behind once this batch has landed
 
 
 @dataclass
@@ -160,17 +161,19 @@ class _Run:
     def _submit(self, window: Window) -> None:
         """Put a window's batches in flight, and a canary behind the last."""
         rows = {row.item.request_id: row for row in window.accepted}
-        num_tokens = 0
+        num_submitted = 0  # tokens
         for items in batches([row.item for row in window.accepted], self.session.contract.limits):
             if self.stop.is_set():
                 return
-            num_tokens += sum(len(item.token_ids) for item in items)
+            num_tokens = sum([len(item.token_ids) for item in items])
+            num_submitted += num_tokens
             self._make_room()
             ticket = self.session.submit(items)
-            fraction = self.meter.fraction_behind(num_tokens / window.num_tokens)
-            self.in_flight.append(_Batch(window, [rows[item.request_id] for item in items], ticket, fraction))
+            fraction = self.meter.fraction_behind(num_submitted / window.num_tokens)
+            rows_of_batch = [rows[item.request_id] for item in items]
+            self.in_flight.append(_Batch(window, rows_of_batch, ticket, num_tokens, fraction))
         self._make_room()
-        self.in_flight.append(_Batch(window, None, self.session.submit_canaries(), None))
+        self.in_flight.append(_Batch(window, None, self.session.submit_canaries()))
 
     def _make_room(self) -> None:
         while len(self.in_flight) >= self.session.num_slots:
@@ -184,7 +187,7 @@ class _Run:
             self.writer.commit(batch.window)
             return
         self.writer.put(batch.rows, batch.ticket.wait())
-        self.report.num_tokens += sum(len(row.item.token_ids) for row in batch.rows)
+        self.report.num_tokens += batch.num_tokens
         self.meter.num_rows += len(batch.rows)
         self.on_progress(self.meter.measured(self.report, batch.fraction))
 

@@ -11,7 +11,7 @@ from tensorrt_llm_ext.errors import ExtractionError, LineageError
 from tensorrt_llm_ext.inputs import AcceptedRow
 from tensorrt_llm_ext.job.ledgers import FailedLedger
 from tensorrt_llm_ext.job.windows import Window
-from tensorrt_llm_ext.results import Failure, Record
+from tensorrt_llm_ext.results import Failure, Record, WorkItem
 from tensorrt_llm_ext.store import Store
 from tensorrt_llm_ext.taps import Tap
 
@@ -96,12 +96,15 @@ class Writer:
                 found=f"{len(batch.answers)} answers: {sorted(answers)[:5]} …",
                 fix="this is a defect of the runtime: keep the input and report it",
             )
+        kept: list[tuple[int, WorkItem, Record]] = []
         for row in batch.rows:
             answer = answers[row.item.request_id]
             if isinstance(answer, Failure):
                 self._failures.append((row, answer.code, answer.reason))
             else:
-                self._store.append(row.number, row.item, _with_taps(answer, self._taps))
+                kept.append((row.number, row.item, _with_taps(answer, self._taps)))
+        if kept:
+            self._store.extend(*zip(*kept, strict=True))
 
     def _settle(self, window: Window) -> None:
         failures, self._failures = self._failures, []
@@ -112,6 +115,8 @@ class Writer:
 
 def _with_taps(record: Record, taps: tuple[Tap, ...]) -> Record:
     """The record with the states of these taps, in their order; one that lacks a tap is left to the store to refuse."""
+    if len(record.states) == len(taps):
+        return record
     by_tap = {state.tap: state for state in record.states}
     if len(by_tap) == len(taps) or not by_tap.keys() >= set(taps):
         return record

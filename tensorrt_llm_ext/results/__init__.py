@@ -11,6 +11,7 @@ from tensorrt_llm_ext.results.record import (
     WorkItem,
     all_finite,
     origin_from_contract,
+    row_hashes,
     rows_hash,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "origin_from_contract",
     "payload_from_record",
     "record_from_payload",
+    "row_hashes",
     "rows_hash",
 ]

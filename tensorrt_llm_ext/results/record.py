@@ -106,6 +106,16 @@ def rows_hash(rows: np.ndarray) -> str:
     return "xxh3-128:" + digest.hexdigest()
 
 
+def row_hashes(rows: np.ndarray) -> list[str]:
+    """``rows_hash(rows[i : i + 1])`` of every row of ``[n, size]``, at a fraction of its cost for each."""
+    prefix = np.frombuffer(f"{rows.dtype.name}{[1, rows.shape[1]]}".encode(), np.uint8)
+    values = np.ascontiguousarray(rows).view(np.uint8)
+    hashed = np.empty((len(rows), len(prefix) + values.shape[1]), np.uint8)
+    hashed[:, : len(prefix)], hashed[:, len(prefix) :] = prefix, values
+    packed, width, hexdigest = memoryview(hashed.reshape(-1)), hashed.shape[1], xxhash.xxh3_128_hexdigest
+    return ["xxh3-128:" + hexdigest(packed[start : start + width]) for start in range(0, len(packed), width)]
+
+
 def all_finite(rows: np.ndarray) -> bool:
     """Whether no value is NaN or Inf. bfloat16, for which NumPy has no fast test, is looked at bit by bit."""
     if rows.dtype != _BFLOAT16:

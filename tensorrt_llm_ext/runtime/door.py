@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tensorrt_llm_ext.fingerprint import file_fingerprint
 from tensorrt_llm_ext.recipes.contract import Contract
 from tensorrt_llm_ext.results.record import WorkItem
 
+_INT32 = np.dtype(np.int32)
 _ONE_ITEM = "refuse this item before it reaches the session, or build the engine with larger limits"
 _WHOLE_BATCH = "divide the items with runtime.batches(items, session.contract.limits)"
 
@@ -24,18 +26,11 @@ def flattened(items: Sequence[WorkItem], contract: Contract) -> tuple[np.ndarray
     """
     if not items:
         raise Refusal("empty_batch", "a batch holds no item", expected="at least 1 item", found=0, fix="submit items")
-    seen: set[str] = set()
+    limits = contract.limits
+    longest = min(limits.max_seq_len, limits.max_num_tokens, limits.max_padded_tokens)
     for item in items:
-        _check_item(item, contract)
-        if item.request_id in seen:
-            raise Refusal(
-                "duplicate_id",
-                f"request id '{item.request_id}' stands twice in one batch",
-                expected="each request id once",
-                found=item.request_id,
-                fix="give every request its own id",
-            )
-        seen.add(item.request_id)
+        _check_item(item, longest)
+    _check_ids(items)
     lengths = [len(item.token_ids) for item in items]
     _check_limits(lengths, contract)
     offsets = np.zeros(len(items) + 1, dtype=np.int32)
@@ -71,9 +66,22 @@ def check_files(engine_path: Path, contract: Contract, *, is_full: bool = False)
             raise _damaged(path, file.sha256, found)
 
 
-def _check_item(item: WorkItem, contract: Contract) -> None:
+def _check_ids(items: Sequence[WorkItem]) -> None:
+    counts = Counter(item.request_id for item in items)
+    if len(counts) < len(items):
+        repeated, _ = counts.most_common(1)[0]
+        raise Refusal(
+            "duplicate_id",
+            f"request id '{repeated}' stands twice in one batch",
+            expected="each request id once",
+            found=repeated,
+            fix="give every request its own id",
+        )
+
+
+def _check_item(item: WorkItem, longest: int) -> None:
     ids = item.token_ids
-    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
+    if not isinstance(ids, np.ndarray) or ids.dtype != _INT32 or ids.ndim != 1:
         raise Refusal(
             "not_token_ids",
             f"the token ids of request '{item.request_id}' are not a list of int32",
@@ -85,8 +93,6 @@ def _check_item(item: WorkItem, contract: Contract) -> None:
         raise Refusal(
             "empty", f"request '{item.request_id}' has no token", expected="at least 1 token", found=0, fix=_ONE_ITEM
         )
-    limits = contract.limits
-    longest = min(limits.max_seq_len, limits.max_num_tokens, limits.max_padded_tokens)
     if len(ids) > longest:
         raise Refusal(
             "too_long",

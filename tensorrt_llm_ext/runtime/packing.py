@@ -34,22 +34,25 @@ def batches(items: Sequence[WorkItem], limits: Limits) -> list[list[WorkItem]]:
     alone passes one of them is alone in its batch; beyond a maximum, ``Session.submit`` refuses it with the numbers.
     """
     max_num_tokens = min(limits.max_num_tokens, limits.opt_num_tokens or limits.max_num_tokens)
-    lengths = np.fromiter((len(item.token_ids) for item in items), dtype=np.int64, count=len(items))
+    max_batch_size, max_padded_tokens = limits.max_batch_size, limits.max_padded_tokens
+    lengths = [len(item.token_ids) for item in items]
     formed: list[list[WorkItem]] = []
+    batch: list[WorkItem] = []
     num_tokens = 0
-    for index in np.argsort(lengths, kind="stable"):
-        length = int(lengths[index])  # the longest so far: the order is ascending
-        batch_size = len(formed[-1]) + 1 if formed else 1
+    for index in np.argsort(lengths, kind="stable").tolist():
+        length = lengths[index]  # the longest so far: the order is ascending
+        batch_size = len(batch) + 1
         num_tokens += length
         if (
             not formed
             or num_tokens > max_num_tokens
-            or batch_size > limits.max_batch_size
-            or batch_size * length > limits.max_padded_tokens
+            or batch_size > max_batch_size
+            or batch_size * length > max_padded_tokens
         ):
-            formed.append([])
+            batch = []
+            formed.append(batch)
             num_tokens = length
-        formed[-1].append(items[index])
+        batch.append(items[index])
     return formed
 
 

@@ -22,7 +22,7 @@ from tensorrt_llm_ext.runtime.convention import ConventionEvidence, measure_conv
 from tensorrt_llm_ext.runtime.door import check_files, check_inputs, flattened
 from tensorrt_llm_ext.runtime.packing import batches, windows
 from tensorrt_llm_ext.runtime.pipeline import Flight, Pipeline
-from tensorrt_llm_ext.runtime.unpacking import record, unpack
+from tensorrt_llm_ext.runtime.unpacking import records
 
 DEADLINE_S = 600.0
 """Seconds a batch may take before waiting for it is an error: far beyond any batch, well before a night is lost."""
@@ -52,11 +52,7 @@ class Ticket:
         session = self._session
         with session._pipeline.wait(self._flight, timeout_s) as batch:
             self._dropping.detach()
-            rows_of_requests = unpack(batch, session.contract)
-            return [
-                record(item, ran, rows, session.contract, session.origin)
-                for item, (ran, rows) in zip(self._items, rows_of_requests, strict=True)
-            ]
+            return records(self._items, batch, session.contract, session.origin)
 
 
 class Session:

@@ -1,4 +1,4 @@
-"""Unpacking: a batch's outputs become each request's rows, and rows become a record that owns them."""
+"""Unpacking: a batch's outputs become each request's rows, and rows become a record that does not need the slot."""
 
 from __future__ import annotations
 
@@ -6,10 +6,55 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tensorrt_llm_ext.fingerprint import token_hash
+from tensorrt_llm_ext.fingerprint import token_hash, token_hashes
 from tensorrt_llm_ext.recipes.contract import Contract
-from tensorrt_llm_ext.results.record import Failure, Origin, Record, State, WorkItem, all_finite, rows_hash
+from tensorrt_llm_ext.results.record import (
+    Failure,
+    Origin,
+    Record,
+    State,
+    WorkItem,
+    all_finite,
+    row_hashes,
+    rows_hash,
+)
 from tensorrt_llm_ext.runtime.pipeline import Returned
+
+
+def records(
+    items: Sequence[WorkItem], batch: Returned, contract: Contract, origin: Origin
+) -> list[Record | Failure]:
+    """Answer every item of a batch, in its order, as ``record`` does one by one.
+
+    Where every tap gives one row a request, the batch is copied, checked and hashed as a whole, and a record's rows are
+    a piece of that copy. Anything that is not as it must be there is found again, and named, one by one.
+    """
+    if any(tap.rows == "all" for tap in contract.taps) or (states := _states_of_batch(items, batch, contract)) is None:
+        return [
+            record(item, ran, rows, contract, origin)
+            for item, (ran, rows) in zip(items, unpack(batch, contract), strict=True)
+        ]
+    lengths = np.diff(batch.offsets).tolist()
+    return [
+        Record(item.request_id, item.work_item_id, item.token_hash, length, item.truncated_from, of_item, origin)
+        for item, length, of_item in zip(items, lengths, zip(*states, strict=True), strict=True)
+    ]
+
+
+def _states_of_batch(items: Sequence[WorkItem], batch: Returned, contract: Contract) -> list[list[State]] | None:
+    """The states of each tap, one for each item; None when a row is not finite or another token ran than the item names."""
+    if token_hashes(batch.token_ids, batch.offsets) != [item.token_hash for item in items]:
+        return None
+    states = []
+    for tap in contract.taps:
+        owned = batch.outputs[contract.output_of(tap).name].copy()  # [B, hidden]
+        if not all_finite(owned):
+            return None
+        owned.flags.writeable = False
+        dtype = contract.activation_dtype
+        hashes = row_hashes(owned)
+        states.append([State(tap, owned[i : i + 1], dtype, payload_hash) for i, payload_hash in enumerate(hashes)])
+    return states
 
 
 def unpack(batch: Returned, contract: Contract) -> list[tuple[np.ndarray, list[np.ndarray]]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from tensorrt_llm_ext.errors import LineageError
-from tensorrt_llm_ext.results.record import Record, State, WorkItem, all_finite, rows_hash
+from tensorrt_llm_ext.results.record import Record, State, WorkItem, all_finite, row_hashes, rows_hash
 from tensorrt_llm_ext.store.header import Column, Header
 
 
@@ -26,6 +26,36 @@ def check_lineage(record: Record, item: WorkItem, header: Header) -> None:
             found="; ".join(f"{name} {found}" for name, _, found in wrong),
             fix="this is a defect of the runtime or of whoever delivered the record: keep the input and report it",
         )
+
+
+def check_lineages(records: Sequence[Record], items: Sequence[WorkItem], header: Header) -> None:
+    """``check_lineage`` of many records, each against the item at its place: looked at together, and one by one only
+    where that is not enough to call every one of them right."""
+    if not _are_right(records, items, header):
+        for record, item in zip(records, items, strict=True):
+            check_lineage(record, item, header)
+
+
+def _are_right(records: Sequence[Record], items: Sequence[WorkItem], header: Header) -> bool:
+    columns = header.columns
+    if any(column.tap.rows == "all" for column in columns):
+        return False
+    for record, item in zip(records, items, strict=True):
+        if record.origin is not header.origin or len(record.states) != len(columns):
+            return False
+        if (record.request_id, record.work_item_id, record.token_hash, record.truncated_from, record.num_tokens) != (
+            (item.request_id, item.work_item_id, item.token_hash, item.truncated_from, len(item.token_ids))
+        ):
+            return False
+    return all(_are_right_states([r.states[i] for r in records], column) for i, column in enumerate(columns))
+
+
+def _are_right_states(states: Sequence[State], column: Column) -> bool:
+    shape, dtype = (1, column.hidden_size), np.dtype(column.computed_dtype)
+    if not all(s.rows.shape == shape and s.rows.dtype == dtype and s.tap == column.tap for s in states):
+        return False
+    rows = np.concatenate([state.rows for state in states])
+    return all_finite(rows) and row_hashes(rows) == [state.payload_hash for state in states]
 
 
 _Wrong = Iterator[tuple[str, object, object]]  # name, expected, found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +156,11 @@ class StatesStore:
         if not self._open.has_room(record.num_tokens):
             self._close_shard()
         self._open.append(row, item, record)
+
+    def extend(self, rows: Sequence[int], items: Sequence[WorkItem], records: Sequence[Record]) -> None:
+        """Take many records as ``append`` takes one, up to the first that it refuses."""
+        for row, item, record in zip(rows, items, records, strict=True):
+            self.append(row, item, record)
 
     def commit(self, window_end: int) -> None:
         """Say that every appended record is right; input rows before ``window_end`` are settled once it is published.

@@ -9,7 +9,7 @@ opened for writing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
 from tensorrt_llm_ext.store.folder import VECTORS_NAME, created, listing, locked, synced
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
-from tensorrt_llm_ext.store.lineage import check_lineage
+from tensorrt_llm_ext.store.lineage import check_lineages
 
 _KEPT_VERSIONS_AGE = timedelta(minutes=10)  # for readers that are just opening one
 _COMMITS_PER_SWEEP = 64
@@ -100,8 +100,13 @@ class VectorStore:
 
     def append(self, row: int, item: WorkItem, record: Record) -> None:
         """Take the record of input row ``row`` for the next commit. Raises LineageError, and then takes nothing."""
-        check_lineage(record, item, self.header)
-        self._pending.append((row, item, record))
+        self.extend([row], [item], [record])
+
+    def extend(self, rows: Sequence[int], items: Sequence[WorkItem], records: Sequence[Record]) -> None:
+        """Take many records as ``append`` takes one. Raises LineageError, and then takes none of them."""
+        if records:
+            check_lineages(records, items, self.header)
+            self._pending += zip(rows, items, records, strict=True)
 
     def commit(self, window_end: int) -> int:
         """Make every appended record visible, in row order; input rows before ``window_end`` are settled by it.

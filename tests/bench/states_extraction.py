@@ -33,8 +33,8 @@ class NoStore:
         self.path = job.out
         self.settled_rows = self.settled_end = self.num_rows = self.num_bytes = 0
 
-    def append(self, row, item, record):
-        self.num_rows += 1
+    def extend(self, rows, items, records):
+        self.num_rows += len(records)
 
     def commit(self, window_end):
         self.settled_end = window_end

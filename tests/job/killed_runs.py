@@ -25,7 +25,7 @@ from tensorrt_llm_ext.store import states, vectors  # noqa: E402
 
 STEPS = {
     "create": (lance, "write_dataset"),
-    "append": (vectors.VectorStore, "append"),
+    "extend": (vectors.VectorStore, "extend"),
     "write": (vectors, "write_fragments"),
     "commit": (lance.LanceDataset, "commit"),
     "failed": (FailedLedger, "write"),

@@ -28,8 +28,8 @@ def undisturbed(engine, tmp_path_factory):
 
 STEPS = {
     "while the dataset is made": [["create", 0, "before"], ["create", 0, "after"]],
-    "at the first row": [["append", 0, "before"]],
-    "within a window": [["append", 12, "after"], ["append", 3, "before"]],
+    "at the first batch": [["extend", 0, "before"]],
+    "within a window": [["extend", 4, "after"], ["extend", 1, "before"]],
     "before a data file": [["write", 2, "before"]],
     "between a data file and its commit": [["write", 0, "after"], ["write", 3, "after"]],
     "at a commit": [["commit", 1, "before"], ["commit", 1, "after"], ["commit", 0, "after"]],

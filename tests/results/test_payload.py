@@ -13,7 +13,7 @@ from safetensors.numpy import load, save
 
 from tensorrt_llm_ext.errors import StoreError
 from tensorrt_llm_ext.fingerprint import fingerprint
-from tensorrt_llm_ext.results import Origin, Record, State, payload_from_record, record_from_payload, rows_hash
+from tensorrt_llm_ext.results import Origin, Record, State, payload_from_record, record_from_payload, row_hashes, rows_hash
 from tensorrt_llm_ext.taps import Tap
 
 NUM_LAYERS, HIDDEN_SIZE, NUM_TOKENS = 4, 6, 3
@@ -182,6 +182,13 @@ def test_a_state_of_an_integer_type_is_refused():
     header = payload[8 : 8 + length].replace(b'"F32"', b'"I32"')
     with pytest.raises(StoreError, match="dtype I32"):
         record_from_payload(payload[:8] + header + payload[8 + length :])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_hashes_of_many_rows_are_those_of_each_row(dtype):
+    rows = np.random.default_rng(0).normal(size=(5, 10)).astype(dtype)
+    for many in (rows, rows[1:], rows[:, ::2], rows[:0]):
+        assert row_hashes(many) == [rows_hash(many[i : i + 1]) for i in range(len(many))]
 
 
 def test_two_records_with_the_same_bytes_in_another_dtype_have_other_hashes():

@@ -8,7 +8,7 @@ import pytest
 from store_answers import make_answer
 from tensorrt_llm_ext.errors import LineageError
 from tensorrt_llm_ext.results import rows_hash
-from tensorrt_llm_ext.store import check_lineage
+from tensorrt_llm_ext.store import VectorStore, check_lineage
 
 
 def test_the_right_record_passes(header):
@@ -54,6 +54,20 @@ def test_what_is_wrong_is_named(header, name):
     assert caught.value.expected.startswith(name.strip())
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_one_wrong_record_among_many_is_named_and_none_is_taken(header, tmp_path, name):
+    items, records = map(list, zip(*(make_answer(header, row) for row in range(9)), strict=True))
+    with VectorStore.create(tmp_path / "right", header) as store:
+        store.extend(range(9), items, records)
+        assert store.commit(9) == 9
+    records[4] = WRONG[name](records[4])
+    with VectorStore.create(tmp_path / "wrong", header) as store:
+        with pytest.raises(LineageError, match="request 'id 4' is not the answer") as caught:
+            store.extend(range(9), items, records)
+        assert caught.value.expected.startswith(name.strip())
+        assert store.commit(9) == 0
+
+
 def test_everything_that_is_wrong_is_named_at_once(header):
     item, record = make_answer(header, 4)
     with pytest.raises(LineageError) as caught:
@@ -65,6 +79,10 @@ def test_everything_that_is_wrong_is_named_at_once(header):
     ]
 
 
-def test_a_newer_release_may_go_on(header):
+def test_a_newer_release_may_go_on(header, tmp_path):
     item, record = make_answer(header, 4)
-    check_lineage(replace(record, origin=replace(record.origin, code_version="9.0")), item, header)
+    newer = replace(record, origin=replace(record.origin, code_version="9.0"))
+    check_lineage(newer, item, header)
+    with VectorStore.create(tmp_path, header) as store:
+        store.extend([4], [item], [newer])
+        assert store.commit(5) == 1
