@@ -28,8 +28,9 @@ from tensorrt_llm_ext.inputs.fields import (
     token_ids_of_row,
     unicode_checked,
 )
+from tensorrt_llm_ext.inputs.id_rows import IdRows, accepted_rows
 from tensorrt_llm_ext.inputs.policy import TokenPolicy
-from tensorrt_llm_ext.inputs.rows import Fields, Row
+from tensorrt_llm_ext.inputs.rows import AcceptedRow, Fields, RefusedRow, Row
 from tensorrt_llm_ext.results.record import WorkItem
 
 _BATCH_ROWS = 512
@@ -37,28 +38,8 @@ _BATCH_CHARACTERS = 1 << 20
 _SIZED = (str, list, np.ndarray)
 
 
-@dataclass(frozen=True)
-class AcceptedRow:
-    """A row that became a work item."""
-
-    number: int
-    fraction: float | None
-    item: WorkItem
-
-
-@dataclass(frozen=True)
-class RefusedRow:
-    """A row that cannot be served, and why. ``request_id`` is None where the row does not say it."""
-
-    number: int
-    fraction: float | None
-    line: int | None
-    request_id: str | None
-    refusal: Refusal
-
-
 def work_items(
-    rows: Iterable[Row], fields: Fields, tokenizer: Tokenizer, policy: TokenPolicy, *, vocab_size: int, source: str
+    rows: Iterable[Row | IdRows], fields: Fields, tokenizer: Tokenizer, policy: TokenPolicy, *, vocab_size: int, source: str
 ) -> Iterator[AcceptedRow | RefusedRow]:
     """Turn each row into a work item or a refusal, in order; texts are tokenised many at a time.
 
@@ -68,6 +49,11 @@ def work_items(
     seen = SeenIds() if fields.request_id is not None else None
     steps = _Steps(fields, tokenizer, policy, vocab_size)
     for batch in _batches(rows, fields):
+        if isinstance(batch, IdRows):
+            if (accepted := accepted_rows(batch, policy, vocab_size, source)) is not None:
+                yield from accepted if seen is None else _claimed(seen, accepted, batch)
+                continue
+            batch = list(batch.rows(fields))
         drafts = [_Draft(row) for row in batch]
         _each(drafts, steps.read)
         steps.tokenise(drafts)
@@ -233,7 +219,7 @@ class _Steps:
 
 
 def _packed(drafts: list[_Draft]) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids of all drafts that are not refused, one after another ``[tokens]``, and where each begins ``[drafts + 1]``."""
+    """The token ids of all drafts that are not refused, one after another ``[tokens]``, and where each begins."""
     sequences = [draft.token_ids for draft in drafts if draft.refusal is None]
     offsets = np.cumsum([0, *map(len, sequences)])
     return np.concatenate(sequences) if sequences else np.empty(0, np.int32), offsets
@@ -248,11 +234,17 @@ def _tokens_within(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndar
     return mask
 
 
-def _batches(rows: Iterable[Row], fields: Fields) -> Iterator[list[Row]]:
-    """Group rows for the tokenizer, which spreads one call over the cores."""
+def _batches(rows: Iterable[Row | IdRows], fields: Fields) -> Iterator[list[Row] | IdRows]:
+    """Group rows for the tokenizer, which spreads one call over the cores; rows of ids are a group already."""
     batch: list[Row] = []
     num_characters = 0
     for row in rows:
+        if isinstance(row, IdRows):
+            if batch:
+                yield batch
+            yield row
+            batch, num_characters = [], 0
+            continue
         batch.append(row)
         text = None if isinstance(row.fields, Refusal) else row.fields.get(fields.prompt)
         num_characters += len(text) if isinstance(text, _SIZED) else 0
@@ -277,14 +269,28 @@ def _claim_ids(seen: SeenIds, drafts: list[_Draft]) -> None:
     verdicts = seen.claim([draft.request_id for draft in accepted], [draft.token_hash for draft in accepted])
     for draft, verdict in zip(accepted, verdicts, strict=True):
         if verdict is not Verdict.NEW:
-            is_same = verdict is Verdict.SAME_TOKENS
-            draft.refusal = Refusal(
-                "duplicate_id" if is_same else "conflicting_id",
-                "the request id was used by an earlier row",
-                expected="each request id once",
-                found=f"{draft.request_id!r} again, with {'the same' if is_same else 'other'} tokens",
-                fix="remove the row" if is_same else "give each request an id of its own",
-            )
+            draft.refusal = _repeated(draft.request_id, verdict)
+
+
+def _claimed(seen: SeenIds, rows: list[AcceptedRow], given: IdRows) -> Iterator[AcceptedRow | RefusedRow]:
+    verdicts = seen.claim([row.item.request_id for row in rows], [row.item.token_hash for row in rows])
+    for place, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+        if verdict is Verdict.NEW:
+            yield row
+        else:
+            line, request_id = given.line and given.line + place, row.item.request_id
+            yield RefusedRow(row.number, row.fraction, line, request_id, _repeated(request_id, verdict))
+
+
+def _repeated(request_id: str, verdict: Verdict) -> Refusal:
+    is_same = verdict is Verdict.SAME_TOKENS
+    return Refusal(
+        "duplicate_id" if is_same else "conflicting_id",
+        "the request id was used by an earlier row",
+        expected="each request id once",
+        found=f"{request_id!r} again, with {'the same' if is_same else 'other'} tokens",
+        fix="remove the row" if is_same else "give each request an id of its own",
+    )
 
 
 def _empty_prompt(found: str) -> Refusal:

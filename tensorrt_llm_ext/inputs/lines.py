@@ -8,15 +8,20 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
+from tensorrt_llm_ext._runtime import read_id_lines
 from tensorrt_llm_ext.errors import InputError, Refusal
+from tensorrt_llm_ext.inputs.id_rows import IdRows, one_by_one
 from tensorrt_llm_ext.inputs.rows import STANDARD_INPUT, Fields, Row
 
 MAX_LINE_BYTES = 64 << 20  # a line is held in memory as a whole; the longest contexts of today are below 8 MiB of text
+_GROUP_LINES, _GROUP_BYTES = 512, 4 << 20  # lines of token ids that are read together
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -47,13 +52,15 @@ class LineInput:
             _check_opens(path)
 
     def rows(self) -> Iterator[Row]:
+        return one_by_one(self.pieces(), self._fields)
+
+    def pieces(self) -> Iterator[Row | IdRows]:
         size = max(os.path.getsize(self._path), 1) if self._has_size else None
         # a gzipped file's position is the compressed one, which is what its size is measured in
         with _standard_input() if self._path == STANDARD_INPUT else open(self._path, "rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if self._path.endswith(".gz") else raw
             try:
-                for number, line in enumerate(_lines(file)):
-                    yield Row(number, number + 1, self._fields_of(line), size and min(raw.tell() / size, 1.0))
+                yield from self._read(file, lambda: size and min(raw.tell() / size, 1.0))
             except (gzip.BadGzipFile, zlib.error) as error:
                 raise InputError(
                     f"'{self._path}' is not a gzip file, or not as it was written",
@@ -69,6 +76,32 @@ class LineInput:
                     found=f"{type(error).__name__}: {error}",
                     fix="copy the file again; what is committed stays, and --resume goes on from there",
                 ) from error
+
+    def _read(self, file: BinaryIO, fraction: Callable[[], float | None]) -> Iterator[Row | IdRows]:
+        if not self._is_json or self._fields.ids is None or self._fields.loss_mask is not None:
+            for number, line in enumerate(_lines(file)):
+                yield Row(number, number + 1, self._fields_of(line), fraction())
+            return
+        number, before = 0, 0.0
+        for group in _groups(_lines(file)):
+            after = fraction()
+            fractions = [None] * len(group) if after is None else np.linspace(before, after, len(group) + 1)[1:].tolist()
+            yield from self._rows_of_ids(group, number, fractions)
+            number, before = number + len(group), after
+
+    def _rows_of_ids(self, lines: list[bytes | Refusal], first: int, fractions: list) -> Iterator[Row | IdRows]:
+        """Lines from row ``first`` on: those that are plain together, any other by itself."""
+        done = 0
+        while done < len(lines):
+            token_ids, offsets, request_ids = read_id_lines(lines[done:], self._fields.ids, self._fields.request_id)
+            if num_rows := len(offsets) - 1:
+                fractions_of_rows = fractions[done : done + num_rows]
+                yield IdRows(first + done, first + done + 1, token_ids, offsets, request_ids, fractions_of_rows)
+                done += num_rows
+            if done < len(lines):
+                number = first + done
+                yield Row(number, number + 1, self._fields_of(lines[done]), fractions[done])
+                done += 1
 
     def _fields_of(self, line: bytes | Refusal) -> dict | Refusal:
         if isinstance(line, Refusal):
@@ -126,6 +159,19 @@ def _lines(file: BinaryIO) -> Iterator[bytes | Refusal]:
             found=f"{num_bytes} bytes",
             fix="split the row, or give its tokens in a Parquet file",
         )
+
+
+def _groups(lines: Iterator[bytes | Refusal]) -> Iterator[list[bytes | Refusal]]:
+    group: list[bytes | Refusal] = []
+    num_bytes = 0
+    for line in lines:
+        group.append(line)
+        num_bytes += len(line) if isinstance(line, bytes) else 0
+        if len(group) == _GROUP_LINES or num_bytes >= _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
 
 
 def _parsed(line: str) -> dict | Refusal:

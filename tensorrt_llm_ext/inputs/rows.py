@@ -1,13 +1,17 @@
-"""Rows of an input: which fields are read, and which reader serves which file."""
+"""Rows of an input: which fields are read, which reader serves which file, and what becomes of a row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tensorrt_llm_ext.errors import InputError, Refusal
+from tensorrt_llm_ext.results.record import WorkItem
+
+if TYPE_CHECKING:
+    from tensorrt_llm_ext.inputs.id_rows import IdRows
 
 STANDARD_INPUT = "-"
 
@@ -62,6 +66,26 @@ class Row:
     fraction: float | None = None
 
 
+@dataclass(frozen=True)
+class AcceptedRow:
+    """A row that became a work item."""
+
+    number: int
+    fraction: float | None
+    item: WorkItem
+
+
+@dataclass(frozen=True)
+class RefusedRow:
+    """A row that cannot be served, and why. ``request_id`` is None where the row does not say it."""
+
+    number: int
+    fraction: float | None
+    line: int | None
+    request_id: str | None
+    refusal: Refusal
+
+
 class Input(Protocol):
     """An input that can be read once, row by row, in constant memory."""
 
@@ -70,6 +94,10 @@ class Input(Protocol):
 
     def rows(self) -> Iterator[Row]:
         """Read every row in order. Raises InputError when the file breaks off in a way that hides later rows."""
+        ...
+
+    def pieces(self) -> Iterator[Row | IdRows]:
+        """Read every row in order as ``rows`` does, those that are plain token ids many at a time."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tensorrt_llm_ext.errors import InputError, Refusal, nearest_name
+from tensorrt_llm_ext.inputs.id_rows import IdRows, one_by_one
 from tensorrt_llm_ext.inputs.rows import Fields, Row
 
 _BATCH_ROWS = 1024
@@ -32,6 +33,9 @@ class ParquetInput:
             _check_schema(file.schema_arrow, fields, path)
 
     def rows(self) -> Iterator[Row]:
+        return one_by_one(self.pieces(), self._fields)
+
+    def pieces(self) -> Iterator[Row | IdRows]:
         with _damage_named(self._path), pq.ParquetFile(self._path, pre_buffer=False) as file:
             batches = file.iter_batches(_BATCH_ROWS, columns=self._fields.names())
             yield from _rows(batches, self._fields, self.num_rows)
@@ -54,6 +58,9 @@ class ArrowFolderInput:
                     raise EOFError("the end of the stream is missing")  # Arrow itself takes a cut between batches for an end
 
     def rows(self) -> Iterator[Row]:
+        return one_by_one(self.pieces(), self._fields)
+
+    def pieces(self) -> Iterator[Row | IdRows]:
         yield from _rows(self._batches(), self._fields, self.num_rows)
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
@@ -154,17 +161,53 @@ _WANTED = {
 }
 
 
-def _rows(batches: Iterator[pa.RecordBatch], fields: Fields, num_rows: int) -> Iterator[Row]:
+def _rows(batches: Iterator[pa.RecordBatch], fields: Fields, num_rows: int) -> Iterator[Row | IdRows]:
     number = 0
     for batch in batches:
-        for value in _values(batch, fields):
-            yield Row(number, None, value, (number + 1) / num_rows)
-            number += 1
+        if fields.ids is not None and (rows := _id_rows(batch, fields, number, num_rows)) is not None:
+            yield rows
+        else:
+            for place, value in enumerate(_values(batch), number):
+                yield Row(place, None, value, (place + 1) / num_rows)
+        number += batch.num_rows
 
 
-def _values(batch: pa.RecordBatch, fields: Fields) -> Iterator[dict | Refusal]:
+def _id_rows(batch: pa.RecordBatch, fields: Fields, number: int, num_rows: int) -> IdRows | None:
+    """The rows of a batch whose ids are whole; None where a null, a larger number, or another field wants to be looked at
+    row by row."""
+    if fields.loss_mask is not None or fields.request_id == fields.ids:
+        return None
+    column = batch[fields.ids]
+    if pa.types.is_dictionary(column.type) or column.null_count or not len(column):
+        return None
+    values = column.flatten()
+    if values.null_count:
+        return None
+    numbers = values.to_numpy()
+    if len(numbers) and not _INT32.min <= numbers.min() <= numbers.max() <= _INT32.max:
+        return None
+    request_ids = None
+    if fields.request_id is not None and (request_ids := _request_ids(batch[fields.request_id])) is None:
+        return None
+    token_ids = numbers.astype(np.int32)  # a copy: the file may be mapped, and is closed before the rows are used
+    token_ids.flags.writeable = False
+    offsets = np.cumsum([0, *pc.list_value_length(column).to_pylist()])
+    fractions = [(place + 1) / num_rows for place in range(number, number + batch.num_rows)]
+    return IdRows(number, None, token_ids, offsets, request_ids, fractions)
+
+
+def _request_ids(column: pa.Array) -> list[str] | None:
+    """A column of ids as text; None where one of them is not an id."""
     try:
-        yield from _dicts(batch, fields)
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        return None
+    return None if None in values or "" in values else list(map(str, values))
+
+
+def _values(batch: pa.RecordBatch) -> Iterator[dict | Refusal]:
+    try:
+        yield from batch.to_pylist()
     except UnicodeDecodeError:  # rare: find the rows that are to blame
         for row in range(batch.num_rows):
             try:
@@ -173,29 +216,3 @@ def _values(batch: pa.RecordBatch, fields: Fields) -> Iterator[dict | Refusal]:
                 yield Refusal(
                     "not_utf8", "a string of the row is not UTF-8", expected="UTF-8", found=error, fix="correct the row"
                 )
-
-
-def _dicts(batch: pa.RecordBatch, fields: Fields) -> Iterable[dict]:
-    """The rows of a batch; token ids as arrays where no row of it lacks one."""
-    token_ids = None if fields.ids is None else _token_ids(batch[fields.ids])
-    if token_ids is None:
-        return batch.to_pylist()
-    columns = {name: token_ids if name == fields.ids else batch[name].to_pylist() for name in fields.names()}
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _token_ids(column: pa.Array) -> list[np.ndarray] | None:
-    """A column of lists as arrays, int32 ``[tokens]`` each, read-only; None where a null or a larger number wants to be
-    looked at row by row."""
-    if pa.types.is_dictionary(column.type) or column.null_count:
-        return None
-    values = column.flatten()
-    if values.null_count:
-        return None
-    numbers = values.to_numpy()
-    if len(numbers) and not _INT32.min <= numbers.min() <= numbers.max() <= _INT32.max:
-        return None
-    packed = numbers.astype(np.int32)  # a copy: the file may be mapped, and is closed before the rows are used
-    packed.flags.writeable = False
-    ends = np.cumsum(pc.list_value_length(column).to_numpy()).tolist()
-    return [packed[start:end] for start, end in zip([0, *ends], ends)]

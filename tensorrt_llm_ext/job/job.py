@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
 from tensorrt_llm_ext.errors import ContractError, InputError, TapError
-from tensorrt_llm_ext.inputs import Fields, Input, Row, Sharding, TokenPolicy, work_items
+from tensorrt_llm_ext.inputs import Fields, IdRows, Input, Row, Sharding, TokenPolicy, work_items
 from tensorrt_llm_ext.job.ledgers import FailedLedger
 from tensorrt_llm_ext.job.settled import SettledStretch, check_not_shorter, divided, settled_stretches
 from tensorrt_llm_ext.job.windows import Window, WindowLimits, windows
@@ -63,11 +63,11 @@ class Job:
         """Every row of the input in order: what is settled, held against the dataset, then windows to compute."""
         num_read = 0
 
-        def read() -> Iterator[Row]:
+        def read() -> Iterator[Row | IdRows]:
             nonlocal num_read
-            rows = _limited(self.input.rows(), self.limit)
-            for row in rows if self.sharding is None else self.sharding.rows(rows, self.fields):
-                num_read += 1
+            is_whole = self.limit is None and self.sharding is None
+            for row in self.input.pieces() if is_whole else self._part_of_input():
+                num_read += len(row) if isinstance(row, IdRows) else 1
                 yield row
 
         rows = work_items(
@@ -85,6 +85,10 @@ class Job:
         )
         yield from windows(after, self.windows)
         yield InputEnd(num_read)
+
+    def _part_of_input(self) -> Iterator[Row]:
+        rows = self.input.rows() if self.limit is None else _limited(self.input.rows(), self.limit)
+        return rows if self.sharding is None else self.sharding.rows(rows, self.fields)
 
     def _num_settled_to_read(self, num_settled: int) -> int:
         """Where the rows that are settled must end; 0 where a limit cuts a part of the input at a row of another part."""
@@ -158,13 +162,10 @@ def with_taps(contract: Contract, taps: tuple[Tap, ...]) -> Contract:
     return dataclasses.replace(contract, taps=taps)
 
 
-def _limited(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
+def _limited(rows: Iterator[Row], limit: int) -> Iterator[Row]:
     """At most ``limit`` rows, each saying how much of those lies behind."""
-    if limit is None:
-        return rows
-    return (
-        dataclasses.replace(row, fraction=max(row.fraction or 0.0, (row.number + 1) / limit)) for row in islice(rows, limit)
-    )
+    for row in islice(rows, limit):
+        yield dataclasses.replace(row, fraction=max(row.fraction or 0.0, (row.number + 1) / limit))
 
 
 def _tokenisation(session: Session) -> Tokenisation:

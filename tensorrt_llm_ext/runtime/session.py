@@ -1,7 +1,7 @@
 """Session: an engine that is open, measured and proven, and the batches in flight on it.
 
-The life of a batch is five names: ``pack`` and ``enqueue`` in ``Session.submit``, ``wait``, ``unpack`` and ``record``
-in ``Ticket.wait``. While one batch runs, the next is packed and the one before is unpacked and stored.
+The life of a batch is four names: ``pack`` and ``enqueue`` in ``Session.submit``, ``wait`` and ``records`` in
+``Ticket.wait``. While one batch runs, the next is packed and the one before becomes records and is stored.
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""Rows of token ids many at a time: what a reader gives where there is nothing to say about a single row.
+
+One array instead of an object for every row and every token. What the rows become is the same as one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tensorrt_llm_ext.fingerprint import token_hashes
+from tensorrt_llm_ext.inputs.policy import TokenPolicy
+from tensorrt_llm_ext.inputs.rows import AcceptedRow, Fields, Row
+from tensorrt_llm_ext.results.record import WorkItem
+
+
+@dataclass(frozen=True, eq=False)
+class IdRows:
+    """Consecutive rows; row ``number + i`` has the token ids ``token_ids[offsets[i] : offsets[i + 1]]``.
+
+    ``request_ids`` are strings that are not empty, or None where no field holds them; ``fractions`` as in ``Row``;
+    ``line`` is the first row's, in text files.
+    """
+
+    number: int
+    line: int | None
+    token_ids: np.ndarray  # int32 [tokens], read-only
+    offsets: np.ndarray  # [rows + 1]
+    request_ids: list[str] | None
+    fractions: list[float | None]
+
+    def __len__(self) -> int:
+        return len(self.fractions)
+
+    def rows(self, fields: Fields) -> Iterator[Row]:
+        """The same rows, one by one."""
+        spans = pairwise(self.offsets.tolist())
+        for place, ((start, end), fraction) in enumerate(zip(spans, self.fractions, strict=True)):
+            values: dict = {fields.ids: self.token_ids[start:end]}
+            if self.request_ids is not None:
+                values[fields.request_id] = self.request_ids[place]
+            yield Row(self.number + place, None if self.line is None else self.line + place, values, fraction)
+
+
+def one_by_one(rows: Iterable[Row | IdRows], fields: Fields) -> Iterator[Row]:
+    """Every row on its own."""
+    for row in rows:
+        if isinstance(row, IdRows):
+            yield from row.rows(fields)
+        else:
+            yield row
+
+
+def accepted_rows(rows: IdRows, policy: TokenPolicy, vocab_size: int, source: str) -> list[AcceptedRow] | None:
+    """Work items of all rows; None where a row is to be refused, cut or given a loss mask."""
+    lengths = np.diff(rows.offsets)
+    smallest, largest = rows.token_ids.min(initial=0), rows.token_ids.max(initial=0)
+    is_served = 0 <= smallest and largest < vocab_size and lengths.min() > 0 and lengths.max() <= policy.max_length
+    if not is_served or policy.loss_mask is not None:
+        return None
+    token_ids = rows.token_ids
+    numbers = range(rows.number, rows.number + len(rows))
+    return [
+        AcceptedRow(number, fraction, WorkItem(request_id, f"{source}#{number}", token_ids[start:end], token_hash))
+        for number, fraction, request_id, (start, end), token_hash in zip(
+            numbers,
+            rows.fractions,
+            rows.request_ids or map(str, numbers),
+            pairwise(rows.offsets.tolist()),
+            token_hashes(token_ids, rows.offsets),
+            strict=True,
+        )
+    ]
