@@ -7,11 +7,13 @@ ever committed that was computed after the engine was last seen right.
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
@@ -28,8 +30,9 @@ from tensorrt_llm_ext.runtime import CanaryTicket, Session, Ticket, batches
 from tensorrt_llm_ext.store import Store
 
 _WINDOWS_AHEAD = 2
-_ANSWERS_AHEAD = 8  # batches whose rows may wait for the writer,
+_ANSWERS_AHEAD = 16  # batches whose rows may wait for the writer: those of a window that fills while it commits another,
 _BYTES_AHEAD = 256 << 20  # as long as they are not larger than this
+_TURN_S = 2e-4  # of Python's time, where another thread waits for it; the default, 5 ms, is as long as a small model's batch
 
 INTERRUPTED = "interrupted"
 """The code of rows whose window was not committed because the run was asked to stop."""
@@ -52,6 +55,7 @@ def run_job(
     job = prepared(job, session, tokenizer)
     on_progress, stop = on_progress or _ignore, stop or threading.Event()
     with (
+        _without_pauses(),
         opened_store(job, session) as store,
         closing(FailedLedger(job.out, store.settled_rows)) as failed,
         closing(RefusedLedger(job.out)) as refused,
@@ -63,11 +67,30 @@ def run_job(
         return run.run(stretches)
 
 
+@contextmanager
+def _without_pauses() -> Iterator[None]:
+    """Let the thread that feeds the engine have the interpreter soon after it asks for it.
+
+    What lives already (half a million objects once torch is imported) is set aside from the garbage collector, which
+    would go through all of it again after every sixty thousand rows, with no thread running meanwhile.
+    """
+    before, is_free = sys.getswitchinterval(), gc.get_freeze_count() == 0
+    sys.setswitchinterval(min(before, _TURN_S))
+    if is_free:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+        if is_free:
+            gc.unfreeze()
+
+
 def _answers_ahead(store: Store, session: Session) -> int:
     """How many batches may wait for the writer: bounded in number, and, from two on, in bytes."""
-    if store.header.kind == "vectors":
-        return _ANSWERS_AHEAD
-    batch_bytes = store.header.value_bytes() * session.contract.limits.max_num_tokens
+    limits = session.contract.limits
+    num_rows = limits.max_batch_size if store.header.kind == "vectors" else limits.max_num_tokens
+    batch_bytes = store.header.value_bytes() * min(num_rows, limits.max_num_tokens)
     return max(2, min(_ANSWERS_AHEAD, _BYTES_AHEAD // batch_bytes))
 
 

@@ -11,7 +11,7 @@ from tensorrt_llm_ext.errors import ExtractionError, LineageError
 from tensorrt_llm_ext.inputs import AcceptedRow
 from tensorrt_llm_ext.job.ledgers import FailedLedger
 from tensorrt_llm_ext.job.windows import Window
-from tensorrt_llm_ext.results import Failure, Record, WorkItem
+from tensorrt_llm_ext.results import Failure, Record, Records, WorkItem
 from tensorrt_llm_ext.store import Store
 from tensorrt_llm_ext.taps import Tap
 
@@ -88,11 +88,16 @@ class Writer:
             self._error = self._error or error
 
     def _take(self, batch: _Answers) -> None:
+        request_ids = [row.item.request_id for row in batch.rows]
+        if isinstance(batch.answers, Records) and batch.answers.request_ids == request_ids:
+            numbers, items = [row.number for row in batch.rows], [row.item for row in batch.rows]
+            self._store.extend(numbers, items, batch.answers.with_taps(self._taps))
+            return
         answers = {answer.request_id: answer for answer in batch.answers}
-        if len(answers) != len(batch.answers) or answers.keys() != {row.item.request_id for row in batch.rows}:
+        if len(answers) != len(batch.answers) or answers.keys() != set(request_ids):
             raise LineageError(
                 "the answers of a batch are not those of its requests",
-                expected=f"{len(batch.rows)} answers: {sorted(row.item.request_id for row in batch.rows)[:5]} …",
+                expected=f"{len(batch.rows)} answers: {sorted(request_ids)[:5]} …",
                 found=f"{len(batch.answers)} answers: {sorted(answers)[:5]} …",
                 fix="this is a defect of the runtime: keep the input and report it",
             )
@@ -115,8 +120,6 @@ class Writer:
 
 def _with_taps(record: Record, taps: tuple[Tap, ...]) -> Record:
     """The record with the states of these taps, in their order; one that lacks a tap is left to the store to refuse."""
-    if len(record.states) == len(taps):
-        return record
     by_tap = {state.tap: state for state in record.states}
     if len(by_tap) == len(taps) or not by_tap.keys() >= set(taps):
         return record

@@ -14,13 +14,16 @@ from tensorrt_llm_ext.results.record import (
     row_hashes,
     rows_hash,
 )
+from tensorrt_llm_ext.results.records import Records, States
 
 __all__ = [
     "FORMAT_VERSION",
     "Failure",
     "Origin",
     "Record",
+    "Records",
     "State",
+    "States",
     "Tokenisation",
     "WorkItem",
     "all_finite",

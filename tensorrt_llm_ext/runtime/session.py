@@ -42,9 +42,10 @@ class Ticket:
         self._dropping = weakref.finalize(self, session._pipeline.drop, flight)
         self._dropping.atexit = False
 
-    def wait(self, timeout_s: float | None = None) -> list[Record | Failure]:
+    def wait(self, timeout_s: float | None = None) -> Sequence[Record | Failure]:
         """Return one answer for every item submitted: its Record, or a Failure that says why its rows are not one.
 
+        Records of taps ``last`` and ``mean`` are pieces of one copy of the batch, which lives as long as one of them.
         ``timeout_s`` is the session's deadline unless given. Raises DeadlineExceeded (the batch goes on: wait again, or
         drop the ticket), the BackendError that failed this batch, SessionClosed when the session was closed or an
         earlier batch failed, PlanError when the ticket was waited for before.

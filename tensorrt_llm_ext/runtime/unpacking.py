@@ -18,31 +18,36 @@ from tensorrt_llm_ext.results.record import (
     row_hashes,
     rows_hash,
 )
+from tensorrt_llm_ext.results.records import Records, States
 from tensorrt_llm_ext.runtime.pipeline import Returned
 
 
 def records(
     items: Sequence[WorkItem], batch: Returned, contract: Contract, origin: Origin
-) -> list[Record | Failure]:
+) -> Sequence[Record | Failure]:
     """Answer every item of a batch, in its order, as ``record`` does one by one.
 
     Where every tap gives one row a request, the batch is copied, checked and hashed as a whole, and a record's rows are
     a piece of that copy. Anything that is not as it must be there is found again, and named, one by one.
     """
-    if any(tap.rows == "all" for tap in contract.taps) or (states := _states_of_batch(items, batch, contract)) is None:
+    if any(tap.rows == "all" for tap in contract.taps) or (states := _states(items, batch, contract)) is None:
         return [
             record(item, ran, rows, contract, origin)
             for item, (ran, rows) in zip(items, unpack(batch, contract), strict=True)
         ]
-    lengths = np.diff(batch.offsets).tolist()
-    return [
-        Record(item.request_id, item.work_item_id, item.token_hash, length, item.truncated_from, of_item, origin)
-        for item, length, of_item in zip(items, lengths, zip(*states, strict=True), strict=True)
-    ]
+    return Records(
+        [item.request_id for item in items],
+        [item.work_item_id for item in items],
+        [item.token_hash for item in items],
+        np.diff(batch.offsets).tolist(),
+        [item.truncated_from for item in items],
+        states,
+        origin,
+    )
 
 
-def _states_of_batch(items: Sequence[WorkItem], batch: Returned, contract: Contract) -> list[list[State]] | None:
-    """The states of each tap, one for each item; None when a row is not finite or another token ran than the item names."""
+def _states(items: Sequence[WorkItem], batch: Returned, contract: Contract) -> tuple[States, ...] | None:
+    """The states of every tap; None when a row is not finite, or other tokens ran than an item names."""
     if token_hashes(batch.token_ids, batch.offsets) != [item.token_hash for item in items]:
         return None
     states = []
@@ -51,10 +56,8 @@ def _states_of_batch(items: Sequence[WorkItem], batch: Returned, contract: Contr
         if not all_finite(owned):
             return None
         owned.flags.writeable = False
-        dtype = contract.activation_dtype
-        hashes = row_hashes(owned)
-        states.append([State(tap, owned[i : i + 1], dtype, payload_hash) for i, payload_hash in enumerate(hashes)])
-    return states
+        states.append(States(tap, owned, contract.activation_dtype, row_hashes(owned)))
+    return tuple(states)
 
 
 def unpack(batch: Returned, contract: Contract) -> list[tuple[np.ndarray, list[np.ndarray]]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import numpy as np
 
 from tensorrt_llm_ext.errors import LineageError
-from tensorrt_llm_ext.results.record import Record, State, WorkItem, all_finite, row_hashes, rows_hash
+from tensorrt_llm_ext.results.record import Record, WorkItem, all_finite, row_hashes, rows_hash
+from tensorrt_llm_ext.results.records import Records, States
 from tensorrt_llm_ext.store.header import Column, Header
 
 
@@ -28,34 +30,40 @@ def check_lineage(record: Record, item: WorkItem, header: Header) -> None:
         )
 
 
-def check_lineages(records: Sequence[Record], items: Sequence[WorkItem], header: Header) -> None:
-    """``check_lineage`` of many records, each against the item at its place: looked at together, and one by one only
-    where that is not enough to call every one of them right."""
-    if not _are_right(records, items, header):
+def check_lineages(records: Sequence[Record], items: Sequence[WorkItem], header: Header) -> Records:
+    """``check_lineage`` of many records, each against the item at its place; the same records as columns.
+
+    Columns are looked at together, and one by one only where that is not enough to call every record right.
+    """
+    is_columns = isinstance(records, Records)
+    if not (is_columns and _are_right(records, items, header)):
         for record, item in zip(records, items, strict=True):
             check_lineage(record, item, header)
+    return records if is_columns else Records.of(records)
 
 
-def _are_right(records: Sequence[Record], items: Sequence[WorkItem], header: Header) -> bool:
-    columns = header.columns
-    if any(column.tap.rows == "all" for column in columns):
-        return False
-    for record, item in zip(records, items, strict=True):
-        if record.origin is not header.origin or len(record.states) != len(columns):
-            return False
-        if (record.request_id, record.work_item_id, record.token_hash, record.truncated_from, record.num_tokens) != (
-            (item.request_id, item.work_item_id, item.token_hash, item.truncated_from, len(item.token_ids))
-        ):
-            return False
-    return all(_are_right_states([r.states[i] for r in records], column) for i, column in enumerate(columns))
+def _are_right(records: Records, items: Sequence[WorkItem], header: Header) -> bool:
+    return (
+        records.request_ids == [item.request_id for item in items]
+        and records.work_item_ids == [item.work_item_id for item in items]
+        and records.token_hashes == [item.token_hash for item in items]
+        and records.num_tokens == [len(item.token_ids) for item in items]
+        and records.truncated_from == [item.truncated_from for item in items]
+        and records.origin == header.origin
+        and [states.tap for states in records.states] == [column.tap for column in header.columns]
+        and all(map(_are_right_rows, records.states, header.columns, repeat(len(items))))
+    )
 
 
-def _are_right_states(states: Sequence[State], column: Column) -> bool:
-    shape, dtype = (1, column.hidden_size), np.dtype(column.computed_dtype)
-    if not all(s.rows.shape == shape and s.rows.dtype == dtype and s.tap == column.tap for s in states):
-        return False
-    rows = np.concatenate([state.rows for state in states])
-    return all_finite(rows) and row_hashes(rows) == [state.payload_hash for state in states]
+def _are_right_rows(states: States, column: Column, num_records: int) -> bool:
+    rows = states.rows
+    return (
+        column.tap.rows != "all"
+        and rows.dtype == column.computed_dtype
+        and rows.shape == (num_records, column.hidden_size)
+        and all_finite(rows)
+        and row_hashes(rows) == states.payload_hashes
+    )
 
 
 _Wrong = Iterator[tuple[str, object, object]]  # name, expected, found

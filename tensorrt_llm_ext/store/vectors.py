@@ -9,7 +9,7 @@ opened for writing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from lance.fragment import write_fragments
 
 from tensorrt_llm_ext.errors import ForeignDataset, StoreError
 from tensorrt_llm_ext.results.record import Record, WorkItem
+from tensorrt_llm_ext.results.records import Records
 from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
 from tensorrt_llm_ext.store.folder import VECTORS_NAME, created, listing, locked, synced
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
@@ -39,7 +40,7 @@ class VectorStore:
         self._lock = lock
         self._columns = header.columns
         self._schema = header.schema()
-        self._pending: list[tuple[int, WorkItem, Record]] = []
+        self._pending: list[tuple[Sequence[int], Records]] = []  # numbers of input rows, and their records
         self._dataset = lance.dataset(str(self.path))
         self._sweep(timedelta(0))
         self.settled_end = 0
@@ -105,8 +106,7 @@ class VectorStore:
     def extend(self, rows: Sequence[int], items: Sequence[WorkItem], records: Sequence[Record]) -> None:
         """Take many records as ``append`` takes one. Raises LineageError, and then takes none of them."""
         if records:
-            check_lineages(records, items, self.header)
-            self._pending += zip(rows, items, records, strict=True)
+            self._pending.append((rows, check_lineages(records, items, self.header)))
 
     def commit(self, window_end: int) -> int:
         """Make every appended record visible, in row order; input rows before ``window_end`` are settled by it.
@@ -114,7 +114,8 @@ class VectorStore:
         Returns how many rows it stored. Raises DiskFull or StoreError; then nothing of it is kept on disk, and
         nothing in memory.
         """
-        pending, self._pending = sorted(self._pending, key=lambda entry: entry[0]), []
+        pending, self._pending = self._pending, []
+        num_records = sum(len(records) for _, records in pending)
         if not pending:
             self.settled_end = window_end
             return 0
@@ -128,14 +129,14 @@ class VectorStore:
         except StoreError:
             self._dataset = lance.dataset(str(self.path))
             self._sweep(timedelta(0))
-            if self._dataset.count_rows() != self.num_rows + len(pending):  # else the commit happened before the error
+            if self._dataset.count_rows() != self.num_rows + num_records:  # else the commit happened before the error
                 raise
         self.settled_end = window_end
         self.num_rows = self._dataset.count_rows()
         self.num_bytes += sum(file.file_size_bytes or 0 for part in fragments for file in part.files)
         if self._dataset.version % _COMMITS_PER_SWEEP == 0:
             self._sweep(_KEPT_VERSIONS_AGE)
-        return len(pending)
+        return num_records
 
     def flush(self) -> None:
         """Nothing: a commit of vectors is on the disk when it returns."""
@@ -166,22 +167,28 @@ class VectorStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _table(self, pending: list[tuple[int, WorkItem, Record]], window_end: int) -> pa.Table:
-        rows, items, records = zip(*pending, strict=True)
+    def _table(self, pending: list[tuple[Sequence[int], Records]], window_end: int) -> pa.Table:
+        """All that is pending, in the order of the input's rows."""
+
+        def joined(values: Callable[[Records], list]) -> list:
+            return [value for _, records in pending for value in values(records)]
+
+        rows = np.concatenate([rows for rows, _ in pending])
         columns = {
-            "request_id": [item.request_id for item in items],
-            "work_item_id": [item.work_item_id for item in items],
+            "request_id": joined(lambda records: records.request_ids),
+            "work_item_id": joined(lambda records: records.work_item_ids),
             "row": rows,
             "window_end": np.full(len(rows), window_end),
-            "token_hash": [item.token_hash for item in items],
-            "num_tokens": [record.num_tokens for record in records],
-            "truncated_from": [item.truncated_from for item in items],
+            "token_hash": joined(lambda records: records.token_hashes),
+            "num_tokens": joined(lambda records: records.num_tokens),
+            "truncated_from": joined(lambda records: records.truncated_from),
         }
         for place, column in enumerate(self._columns):
-            states = [record.states[place] for record in records]
-            columns[column.name] = _vectors(np.concatenate([state.rows for state in states]), column)
-            columns[column.hash_name] = [state.payload_hash for state in states]
-        return pa.table(columns, schema=self._schema)
+            states = [records.states[place] for _, records in pending]
+            columns[column.name] = _vectors(np.concatenate([of.rows for of in states]), column)
+            columns[column.hash_name] = [payload_hash for of in states for payload_hash in of.payload_hashes]
+        table = pa.table(columns, schema=self._schema)
+        return table if (rows[1:] > rows[:-1]).all() else table.take(pa.array(np.argsort(rows, kind="stable")))
 
     def _sync(self, paths) -> None:
         """Bring files, and their names, to the disk: a commit must not outlive its data when the power fails."""

@@ -20,28 +20,13 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from ids_files import FIELDS, write_ids
 from instant_engine import ENGINE, SMOLLM2, write_instant_engine
 
-from tensorrt_llm_ext.inputs import Fields, open_input, token_policy
+from tensorrt_llm_ext.inputs import open_input, token_policy
 from tensorrt_llm_ext.job import Job, run_job, window_limits
 from tensorrt_llm_ext.recipes import read_contract
 from tensorrt_llm_ext.runtime import Session
-
-FIELDS = Fields(ids="ids")
-
-
-def write_inputs(folder: Path, num_rows: int, length: int, vocab_size: int = SMOLLM2.vocab_size) -> dict[str, Path]:
-    """Random ids, the same in a JSONL and a Parquet file."""
-    ids = np.random.default_rng(0).integers(3, vocab_size, size=(num_rows, length), dtype=np.int32)
-    paths = {"jsonl": folder / "ids.jsonl", "parquet": folder / "ids.parquet"}
-    with open(paths["jsonl"], "w", encoding="ascii") as file:
-        file.writelines(json.dumps({"ids": row}) + "\n" for row in ids.tolist())
-    offsets = np.arange(num_rows + 1, dtype=np.int32) * length
-    pq.write_table(pa.table({"ids": pa.ListArray.from_arrays(offsets, ids.reshape(-1))}), paths["parquet"])
-    return paths
 
 
 @contextmanager
@@ -97,8 +82,9 @@ def main() -> None:
     report = {}
     with tempfile.TemporaryDirectory() as folder:
         engine = write_instant_engine(Path(folder) / "engine")
-        paths = write_inputs(Path(folder), arguments.rows, arguments.length)
-        for kind, source in paths.items():
+        for kind in ("jsonl", "parquet"):
+            source = Path(folder) / f"ids.{kind}"
+            write_ids(source, arguments.rows, arguments.length, SMOLLM2.vocab_size)
             rounds = [measured(engine, source, Path(folder) / "out") for _ in range(arguments.rounds)]
             report[kind] = {name: round(statistics.median(r[name] for r in rounds), 3) for name in rounds[0]}
             print(kind, "us a record:", ", ".join(f"{name} {value:g}" for name, value in report[kind].items()), flush=True)

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from dataclasses import replace
 from datetime import datetime
+from itertools import islice
 
 import lance
 import numpy as np
@@ -18,8 +19,7 @@ from wrapped_sessions import Wrapped
 from fakes import byte_tokenizer, letter_tokenizer
 from tensorrt_llm_ext.errors import BackendError, ContractError, DiskFull, InputError, LineageError, TapError
 from tensorrt_llm_ext.fingerprint import token_hash
-from tensorrt_llm_ext.inputs import Fields
-from tensorrt_llm_ext.inputs.lines import LineInput
+from tensorrt_llm_ext.inputs import Fields, lines as line_reader
 from tensorrt_llm_ext.job import INTERRUPTED, WindowLimits, job as job_module, run_job
 from tensorrt_llm_ext.job.ledgers import RefusedLedger
 from tensorrt_llm_ext.runtime import Session
@@ -278,16 +278,14 @@ def test_an_answer_that_is_not_its_request_s_is_never_stored(engine, prompts, tm
 
 
 def test_an_input_that_breaks_off_keeps_every_window_before(engine, prompts, tmp_path, monkeypatch):
-    def broken(self):
-        rows = original(self)
-        for _ in range(30):
-            yield next(rows)
+    def broken(file):
+        yield from islice(original(file), 30)
         raise InputError("it breaks off", expected="more", found="less", fix="copy it again")
 
-    original = LineInput.rows
+    original = line_reader._lines
     with monkeypatch.context() as patched:
-        patched.setattr(LineInput, "rows", broken)
-        monkeypatch.setattr("tensorrt_llm_ext.inputs.items._BATCH_ROWS", 4)
+        patched.setattr(line_reader, "_lines", broken)
+        monkeypatch.setattr(line_reader, "_GROUP_LINES", 4)
         report = stopped_report(engine, prompts, tmp_path / "out", InputError)
     assert report.stored > 8
     resumed_equals_undisturbed(engine, prompts, tmp_path)

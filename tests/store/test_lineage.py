@@ -7,8 +7,8 @@ import pytest
 
 from store_answers import make_answer
 from tensorrt_llm_ext.errors import LineageError
-from tensorrt_llm_ext.results import rows_hash
-from tensorrt_llm_ext.store import VectorStore, check_lineage
+from tensorrt_llm_ext.results import Records, row_hashes, rows_hash
+from tensorrt_llm_ext.store import VectorStore, check_lineage, open_vectors
 
 
 def test_the_right_record_passes(header):
@@ -57,15 +57,72 @@ def test_what_is_wrong_is_named(header, name):
 @pytest.mark.parametrize("name", WRONG)
 def test_one_wrong_record_among_many_is_named_and_none_is_taken(header, tmp_path, name):
     items, records = map(list, zip(*(make_answer(header, row) for row in range(9)), strict=True))
-    with VectorStore.create(tmp_path / "right", header) as store:
-        store.extend(range(9), items, records)
-        assert store.commit(9) == 9
     records[4] = WRONG[name](records[4])
-    with VectorStore.create(tmp_path / "wrong", header) as store:
+    with VectorStore.create(tmp_path, header) as store:
         with pytest.raises(LineageError, match="request 'id 4' is not the answer") as caught:
             store.extend(range(9), items, records)
         assert caught.value.expected.startswith(name.strip())
         assert store.commit(9) == 0
+
+
+def other(records, **changed):
+    return replace(records, **changed)
+
+
+def other_states(records, **changed):
+    return replace(records, states=(replace(records.states[0], **changed), records.states[1]))
+
+
+def with_a_flipped_bit(records):
+    rows = records.states[0].rows.copy()
+    rows.view(np.uint32)[4, 7] ^= 1
+    return other_states(records, rows=rows)
+
+
+def with_infinity(records):
+    rows = records.states[0].rows.copy()
+    rows[4, 7] = np.inf
+    return other_states(records, rows=rows, payload_hashes=row_hashes(rows))
+
+
+WRONG_COLUMNS = {
+    "request_id": lambda records: other(records, request_ids=[*records.request_ids[:4], "x", *records.request_ids[5:]]),
+    "work_item_id": lambda records: other(records, work_item_ids=records.work_item_ids[::-1]),
+    "token_hash": lambda records: other(records, token_hashes=records.token_hashes[::-1]),
+    "num_tokens": lambda records: other(records, num_tokens=[3] * 8 + [4]),
+    "truncated_from": lambda records: other(records, truncated_from=[None] * 9),
+    "engine_fingerprint": lambda records: other(records, origin=replace(records.origin, engine_fingerprint="sha256:e")),
+    "taps": lambda records: other(records, states=records.states[::-1]),
+    "final_post_last (": lambda records: other_states(records, rows=records.states[0].rows.astype(np.float64)),
+    "final_post_last ( ": lambda records: other_states(records, rows=records.states[0].rows[:, :-1]),
+    "final_post_last_hash": with_a_flipped_bit,
+    "final_post_last finite values": with_infinity,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_COLUMNS)
+def test_what_is_wrong_in_columns_is_named_and_none_is_taken(header, tmp_path, name):
+    items, records = map(list, zip(*(make_answer(header, row) for row in range(9)), strict=True))
+    with VectorStore.create(tmp_path / "wrong", header) as store:
+        with pytest.raises(LineageError) as caught:
+            store.extend(range(9), items, WRONG_COLUMNS[name](Records.of(records)))
+        assert caught.value.expected.startswith(name.strip().replace("(", "('float32', (1, 24))"))
+        assert store.commit(9) == 0
+
+
+def test_rows_are_stored_in_their_order_however_they_came(header, tmp_path):
+    items, records = map(list, zip(*(make_answer(header, row) for row in range(9)), strict=True))
+    with VectorStore.create(tmp_path / "one by one", header) as store:
+        for row in (8, 0, 3, 2, 1, 7, 4, 6, 5):
+            store.append(row, items[row], records[row])
+        assert store.commit(9) == 9
+    with VectorStore.create(tmp_path / "columns", header) as store:
+        for rows in ((6, 2, 8), (0, 1), (7, 5, 4, 3)):
+            store.extend(rows, [items[row] for row in rows], Records.of([records[row] for row in rows]))
+        assert store.commit(9) == 9
+    stored = [open_vectors(tmp_path / name).records() for name in ("one by one", "columns")]
+    for row, (single, column) in enumerate(zip(*stored, strict=True)):
+        assert repr(single) == repr(column) and single.request_id == f"id {row}"
 
 
 def test_everything_that_is_wrong_is_named_at_once(header):
