@@ -126,12 +126,6 @@ def _scales(rows: Rows) -> torch.Tensor:
 
 
 @triton.jit
-def _own_row():
-    """A program's row, the last first: the end of what was just written is still in the card's cache, the beginning is not."""
-    return (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-
-
-@triton.jit
 def _write(row, values, scales, index, size, columns, inside, IS_FP8: tl.constexpr):
     """Write a float32 row, quantised with its own scale where it is FP8."""
     if IS_FP8:
@@ -154,7 +148,7 @@ def _embed(token_ids, table, x, num_tokens, size, BLOCK: tl.constexpr):
 @triton.jit
 def _add_norm(x, delta, weight, values, scales, size, eps,
               HAS_DELTA: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    index = _own_row()
+    index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     row = tl.load(x + index * size + columns, mask=inside, other=0.0).to(tl.float32)
@@ -178,7 +172,7 @@ def _swiglu_piece(place, size, columns, inside):
 @triton.jit
 def _swiglu(gate_up, values, scales, size, IS_FP8: tl.constexpr,
             FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):  # fmt: skip
-    index = _own_row()
+    index = tl.program_id(0).to(tl.int64)
     place = gate_up + index * 2 * size
     columns1 = tl.arange(0, FIRST)
     row1 = _swiglu_piece(place, size, columns1, columns1 < size)
@@ -207,7 +201,7 @@ def _swiglu(gate_up, values, scales, size, IS_FP8: tl.constexpr,
 @triton.jit
 def _gather(rows, last_token_ids, values, scales, size,
             IS_INDEXED: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    index = _own_row()
+    index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     source = index
