@@ -1,6 +1,8 @@
 """A run accounts for every row: stored as the engine gave it, refused or failed with its reason."""
 
+import gc
 import json
+import sys
 import threading
 from collections import deque
 from dataclasses import replace
@@ -17,7 +19,7 @@ from toy_jobs import BAD_ROWS, FIELDS, NAN_ROW, WINDOWS, contents_of, ledger_of,
 from wrapped_sessions import Wrapped
 
 from fakes import byte_tokenizer, letter_tokenizer
-from tensorrt_llm_ext.errors import BackendError, ContractError, DiskFull, InputError, LineageError, TapError
+from tensorrt_llm_ext.errors import BackendError, ContractError, DiskFull, ForeignDataset, InputError, LineageError, TapError
 from tensorrt_llm_ext.fingerprint import token_hash
 from tensorrt_llm_ext.inputs import Fields, lines as line_reader
 from tensorrt_llm_ext.job import INTERRUPTED, WindowLimits, job as job_module, run_job
@@ -141,6 +143,18 @@ def test_progress_grows_to_the_end_with_estimates_of_time_and_disk(engine, promp
     assert seen[-1].num_tokens == report.num_tokens and seen[-1].num_rows == 50
     assert seen[-1].seconds_left == pytest.approx(0.0, abs=1e-6) and seen[0].seconds_left > 0
     assert 0.3 < seen[-1].expected_bytes / report.dataset_bytes < 3 and seen[0].free_bytes > 0
+
+
+def test_a_run_takes_short_turns_and_leaves_the_interpreter_as_it_was(engine, prompts, tmp_path):
+    def state():
+        return sys.getswitchinterval(), gc.get_freeze_count()
+
+    before, seen = state(), []
+    run(engine, prompts, tmp_path / "out", progress=lambda step: seen.append(state()))
+    assert seen and all(turn < 1e-3 < before[0] and num_frozen > 0 for turn, num_frozen in seen)
+    with pytest.raises(ForeignDataset):  # it is there: the run begins, and ends by an error
+        run(engine, prompts, tmp_path / "out")
+    assert state() == before
 
 
 def test_progress_follows_the_limit(engine, prompts, tmp_path):
