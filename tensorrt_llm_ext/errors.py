@@ -26,6 +26,7 @@
     ├── StoreError                  a dataset that cannot be written or read
     │   ├── ForeignDataset          it belongs to another engine, other taps, or something else
     │   ├── LineageError            a record that does not match its work item
+    │   ├── RowsLost                rows that an answer refers to are gone or damaged
     │   ├── DiskFull                no space; nothing uncommitted was kept
     │   └── NoRoom                  the disk cannot hold what the input will become; said before the first byte
     ├── BrokerError                 the message broker cannot be reached, or refused a call
@@ -175,6 +176,10 @@ class ForeignDataset(StoreError):
 
 class LineageError(StoreError):
     """A record that does not match the work item it claims to come from."""
+
+
+class RowsLost(StoreError):
+    """The rows that an answer refers to are gone from the broker, or are not those that were hashed."""
 
 
 class DiskFull(StoreError):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from tensorrt_llm_ext.inputs import Fields, LossMask
 
 _OPTIONS = (
     click.option(
@@ -35,6 +39,14 @@ _OPTIONS = (
         help="What to do beyond --max-length: refuse the row, or cut tokens at this side (counted, special tokens kept).",
     ),
 )
+_LOSS_MASK_OPTIONS = (
+    click.option(
+        "--loss-mask",
+        type=click.Choice(["ones", "assistant"]),
+        help="For taps @all: which tokens a trainer learns.  [default: assistant for messages, ones otherwise]",
+    ),
+    click.option("--loss-mask-field", metavar="NAME", help="Field that holds the loss mask, a list of 0 and 1, one a token."),
+)
 
 
 def prompt_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -42,3 +54,28 @@ def prompt_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
+
+
+def loss_mask_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say which tokens of training data are learnt."""
+    for option in reversed(_LOSS_MASK_OPTIONS):
+        function = option(function)
+    return function
+
+
+def loss_mask_source(asked: str | None, fields: Fields, *, has_states: bool) -> LossMask | None:
+    """Where the loss mask comes from, of states; None for others. Raises InputError where one has no meaning."""
+    from tensorrt_llm_ext.errors import InputError
+
+    if has_states:
+        if asked is not None and fields.loss_mask is not None:
+            return asked  # the policy refuses both
+        return asked or ("field" if fields.loss_mask else "assistant" if fields.messages else "ones")
+    if asked or fields.loss_mask:
+        raise InputError(
+            "a loss mask has no meaning for taps of one row a request",
+            expected="taps @all",
+            found="taps @last or @mean",
+            fix="leave the loss mask out, or choose taps @all",
+        )
+    return None

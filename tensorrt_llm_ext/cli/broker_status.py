@@ -19,8 +19,20 @@ def command(as_json: bool, **access: object) -> None:
 
     with opened_broker("status", **access) as broker:
         status = status_of(broker)
-    print_facts(status.to_dict(), as_json)
+    facts = status.to_dict()
+    if not as_json:
+        facts["workers"] = ", ".join(_described(name, worker) for name, worker in status.workers.items()) or "none"
+    print_facts(facts, as_json)
     if not as_json:
         parts = status.stored, status.refused, status.failed, status.open
         equation = f"{' + '.join(f'{part:,}' for part in parts)} = {sum(parts):,}"
         click.echo(f"stored + refused + failed + open = submitted: {equation}")
+
+
+def _described(name: str, worker: dict) -> str:
+    """A worker in a few words: how far it is, or why it was not admitted."""
+    if "state" in worker:
+        return f"{name} {worker['state']}, {worker['tokens']:,} tokens"
+    if worker.get("admitted", True):
+        return f"{name} joining"
+    return f"{name} not admitted: other {', '.join(difference['field'] for difference in worker['differences'])}"

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from tensorrt_llm_ext.cli import EXIT_INTERRUPTED, exit_code, verb
-from tensorrt_llm_ext.cli._prompts import prompt_options
+from tensorrt_llm_ext.cli._prompts import loss_mask_options, loss_mask_source, prompt_options
 from tensorrt_llm_ext.cli._signals import stop_on_signals
 from tensorrt_llm_ext.cli._streams import is_terminal
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from tensorrt_llm_ext.inputs import Fields, LossMask
     from tensorrt_llm_ext.job import Progress, Report
 
 _EXIT_FAILED = 1
@@ -38,12 +37,7 @@ _STOPPING = "Stopping: what is in flight lands, then the last proven window is k
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the dataset: new, or with --resume.")
 @prompt_options
 @click.option("--taps", metavar="TAPS", help="Of the engine's taps, those to store, or eagle3.  [default: all]")
-@click.option(
-    "--loss-mask",
-    type=click.Choice(["ones", "assistant"]),
-    help="For taps @all: which tokens a trainer learns.  [default: assistant for messages, ones otherwise]",
-)
-@click.option("--loss-mask-field", metavar="NAME", help="Field that holds the loss mask, a list of 0 and 1, one a token.")
+@loss_mask_options
 @click.option("--shard", metavar="I/N", help="Run part I of N, I from 0: the rows whose request id hashes to it.")
 @click.option(
     "--shard-mib",
@@ -126,7 +120,7 @@ def _run(
     fields = Fields(text_field, messages_field, ids_field, id_field, loss_mask_field)
     opened = open_input(source, fields, format=format)
     tokenizer = Tokenizer.load(engine)
-    mask = _loss_mask(loss_mask, fields, has_states=chosen[0].rows == "all")
+    mask = loss_mask_source(loss_mask, fields, has_states=chosen[0].rows == "all")
     policy = token_policy(fields, tokenizer, contract.limits, loss_mask=mask, **token_options)
     job = Job(
         opened,
@@ -143,23 +137,6 @@ def _run(
     )
     with Session.open(engine, num_threads=threads, tokenisation=policy.tokenisation()) as session:
         return run_job(job, session, tokenizer, on_progress=on_progress, stop=stop)
-
-
-def _loss_mask(asked: str | None, fields: Fields, *, has_states: bool) -> LossMask | None:
-    from tensorrt_llm_ext.errors import InputError
-
-    if has_states:
-        if asked is not None and fields.loss_mask is not None:
-            return asked  # the policy refuses both
-        return asked or ("field" if fields.loss_mask else "assistant" if fields.messages else "ones")
-    if asked or fields.loss_mask:
-        raise InputError(
-            "a loss mask has no meaning for taps of one row a request",
-            expected="taps @all",
-            found="taps @last or @mean",
-            fix="leave the loss mask out, or choose taps @all",
-        )
-    return None
 
 
 def _exit_code(report: Report, fail_on_refused: bool) -> int:

@@ -18,23 +18,31 @@ from tensorrt_llm_ext.cli._signals import stop_on_signals
 @broker_options
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the datasets, one a partition: OUT/part-0 …")
 @click.option("--partition", type=click.IntRange(min=0), multiple=True, metavar="N", help="Write this one.  [default: all]")
+@click.option(
+    "--shard-mib",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="For taps @all: size of a file, MiB; two are held in memory for each partition.  [default: 512, or as the dataset has it]",
+)
 @click.option("--leave-when-idle", type=click.FloatRange(min=0), metavar="S", help="End after S seconds without results.  [default: never]")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve /metrics and /health here.  [default: do not]")
 @click.option("--metrics-address", default="127.0.0.1", help="Address to serve them at.")
 def command(
     out: Path,
     partition: tuple[int, ...],
+    shard_mib: int | None,
     leave_when_idle: float | None,
     metrics_port: int | None,
     metrics_address: str,
     as_json: bool,
     **access: object,
 ) -> None:
-    """Write a stream's results into Lance datasets, OUT/part-N/vectors.lance; refusals into OUT/part-N.refused.jsonl.
+    """Write a stream's results into datasets, OUT/part-N: vectors.lance for taps @last and @mean, states/ for taps @all, as
+    `run` writes them. Why a work item has no row is in OUT/part-N.refused.jsonl.
 
     One writer a partition, held by a lease: others stand by and take over when it ends. Each record is held against its
-    work item; one that is stored already is dropped; a result is acknowledged after its commit. Events go to standard
-    error, one JSON object a line.
+    work item; one that is stored already is dropped; a result is acknowledged after its commit. Datasets of states are
+    finished, for `check` and `export`, once their writer has ended. Events go to standard error, one JSON object a line.
 
     Exit codes: 0 it was asked to stop, or was idle; 1 an error ended it; 2 wrong usage or bad input.
     """
@@ -47,7 +55,8 @@ def command(
         stop = stack.enter_context(stop_on_signals())
         broker = stack.enter_context(opened_broker("store", **access))
         numbers = partition or range(wanted_by(broker).settings.num_partitions)
-        settings, metrics = StoreSettings(leave_when_idle_s=leave_when_idle), Metrics()
+        shard_bytes = None if shard_mib is None else shard_mib << 20
+        settings, metrics = StoreSettings(leave_when_idle_s=leave_when_idle, shard_bytes=shard_bytes), Metrics()
         writers = [StoreWriter(broker, out, number, settings=settings, metrics=metrics) for number in numbers]
         if metrics_port is not None:
             stack.enter_context(MetricsServer(metrics, lambda: _health(writers), metrics_port, metrics_address))

@@ -10,7 +10,7 @@ import click
 
 from tensorrt_llm_ext.cli import verb
 from tensorrt_llm_ext.cli._broker import broker_options, opened_broker, print_facts
-from tensorrt_llm_ext.cli._prompts import prompt_options
+from tensorrt_llm_ext.cli._prompts import loss_mask_options, loss_mask_source, prompt_options
 
 _EXIT_FAILED, _EXIT_REFUSED = 1, 3
 
@@ -25,6 +25,7 @@ _EXIT_FAILED, _EXIT_REFUSED = 1, 3
 )
 @broker_options
 @prompt_options
+@loss_mask_options
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Read at most N rows.  [default: all]")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal", help="Share of the workers' tokens.")
 @click.option("--partitions", type=click.IntRange(1, 1024), metavar="N", help="Datasets the results are spread over.  [default: 1; later, as the stream has it]")
@@ -37,6 +38,8 @@ def command(
     messages_field: str | None,
     ids_field: str | None,
     id_field: str | None,
+    loss_mask: str | None,
+    loss_mask_field: str | None,
     limit: int | None,
     priority: str,
     partitions: int | None,
@@ -47,8 +50,8 @@ def command(
     """Put every prompt of FILE on a stream of work, as token ids.
 
     The first submit makes the stream and says what it asks of its workers: this engine, these taps, these ways to make
-    tokens. A request id is on the stream once: submitting a file again adds what is missing. A row that cannot be served
-    is named on standard error with the reason. submitted + already submitted + refused = read.
+    tokens. A request id is on the stream once, in whatever priority: submitting a file again adds what is missing. A row
+    that cannot be served is named on standard error with the reason. submitted + already submitted + refused = read.
 
     Exit codes: 0 every row is on the stream or refused; 1 rows are missing, or the stream asks for something else; 2 wrong
     usage or bad input; 3 rows were refused and --fail-on-refused was given.
@@ -62,9 +65,10 @@ def command(
     log_to_standard_error()
     access = {name: options.pop(name) for name in ("url", "stream", "creds", "token_file", "tls_ca", "tls_cert", "tls_key")}
     contract, tokenizer = read_contract(engine), Tokenizer.load(engine)
-    fields = Fields(text_field, messages_field, ids_field, id_field)
+    fields = Fields(text_field, messages_field, ids_field, id_field, loss_mask_field)
     opened = open_input(source, fields, format=format)
-    policy = token_policy(fields, tokenizer, contract.limits, **options)
+    mask = loss_mask_source(loss_mask, fields, has_states=contract.taps[0].rows == "all")
+    policy = token_policy(fields, tokenizer, contract.limits, loss_mask=mask, **options)
     event = Events(input=opened.name)
     with opened_broker("submit", **access) as broker:
         settings = StreamSettings() if partitions is None else StreamSettings(num_partitions=partitions)

@@ -47,7 +47,20 @@ def listing(folder: Path) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "an empty folder"
 
 
-def created(folder: Path, name: str, write: Callable[[Path], None]) -> int:
+class FolderLock:
+    """Keeps other writers out of a folder until ``release``, or until the process ends, however it ends."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Let other writers in. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def created(folder: Path, name: str, write: Callable[[Path], None]) -> FolderLock:
     """Make the dataset ``name`` in a new or empty folder: ``write`` makes it beside its place, and a rename puts it there.
 
     Returns the folder's lock (``locked``). Raises ForeignDataset when the folder holds anything, DiskFull, and StoreError when
@@ -65,13 +78,13 @@ def created(folder: Path, name: str, write: Callable[[Path], None]) -> int:
             (Path(part) / name).rename(folder / name)
             synced(folder)
     except BaseException:
-        os.close(lock)
+        lock.release()
         raise
     return lock
 
 
-def locked(folder: Path) -> int:
-    """Hold the folder for this process: the lock goes with the process, however it ends."""
+def locked(folder: Path) -> FolderLock:
+    """Hold the folder for this process. Raises StoreError when another holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with disk_errors(folder):
@@ -86,7 +99,7 @@ def locked(folder: Path) -> int:
             found=error.__cause__,
             fix="wait for it, or stop it",
         ) from error
-    return descriptor
+    return FolderLock(descriptor)
 
 
 def synced(path: Path) -> None:

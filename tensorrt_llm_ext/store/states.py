@@ -9,7 +9,6 @@ goes on filling it when it is resumed, so that it ends with the same files.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.store.disk import disk_errors
-from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, created, locked, synced
+from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, FolderLock, created, locked, synced
 from tensorrt_llm_ext.store.header import FORMAT_VERSION, FORMATS, Header, check_same, identity_of
 from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, publish_part, read_sequences, swept, write_part
 from tensorrt_llm_ext.store.lineage import check_lineage
@@ -58,10 +57,11 @@ class StatesStore:
     when its shard is published, at the latest after ``flush``.
     """
 
-    def __init__(self, folder: Path, header: Header, lock: int) -> None:
+    def __init__(self, folder: Path, header: Header, lock: FolderLock) -> None:
         self.header = header
         self.path = folder / STATES_NAME
-        self._lock: int | None = lock
+        self._lock = lock
+        self._is_closed = False
         self._metadata = {
             "format": FORMATS[header.kind],
             "format_version": str(FORMAT_VERSION),
@@ -105,7 +105,7 @@ class StatesStore:
         try:
             return cls(folder, header, lock)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
     @classmethod
@@ -123,7 +123,7 @@ class StatesStore:
             with disk_errors(folder):
                 return cls(folder, header, lock)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
     @property
@@ -209,12 +209,17 @@ class StatesStore:
 
     def close(self) -> None:
         """Forget what was not published and let other writers in. Idempotent."""
-        if self._lock is not None:
+        if not self._is_closed:
+            self._is_closed = True
             self._tasks.put(None)
             self._thread.join()
             self._drop_written()
-            os.close(self._lock)
-            self._lock = None
+            self._lock.release()
+
+    def leave_to_fence(self) -> None:
+        """Let go of the folder's lock: from now on a ``Fence``, held from every first ``append`` to the ``flush`` after it,
+        keeps other writers out; a store that is closed after a ``flush`` touches nothing."""
+        self._lock.release()
 
     def __enter__(self) -> StatesStore:
         return self
@@ -303,6 +308,8 @@ class StatesStore:
             synced(self.path)
 
     def _drop_written(self) -> None:
+        if not self._written:
+            return
         for shard in self._written:
             shard.path.unlink(missing_ok=True)
         for hidden in (self.path / INDEX_NAME).glob(f"{PART_PREFIX}*"):

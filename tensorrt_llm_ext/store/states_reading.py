@@ -75,9 +75,9 @@ def open_states(*paths: Path) -> States:
         if read_manifest(folder) is None:
             raise ForeignDataset(
                 f"'{folder}' is not finished",
-                expected=f"{MANIFEST_NAME}, which a run writes when every row of its input is settled",
+                expected=f"{MANIFEST_NAME}, which comes last: when every row of the input is settled, or a stream's writer ends",
                 found="none",
-                fix="go on with `trtllm-extract run --resume`",
+                fix="go on with `trtllm-extract run --resume`; of a stream, start `trtllm-extract store` and let it end",
             )
     if len(folders) > 1:
         _check_parts(folders, headers)

@@ -8,7 +8,6 @@ opened for writing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,7 @@ from tensorrt_llm_ext.errors import ForeignDataset, StoreError
 from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.results.records import Records
 from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
-from tensorrt_llm_ext.store.folder import VECTORS_NAME, created, listing, locked, synced
+from tensorrt_llm_ext.store.folder import VECTORS_NAME, FolderLock, created, listing, locked, synced
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
 from tensorrt_llm_ext.store.lineage import check_lineages
 
@@ -34,7 +33,7 @@ _COMMITS_PER_SWEEP = 64
 class VectorStore:
     """A dataset that is open for writing, by one writer at a time. ``create`` or ``open``, then ``close``."""
 
-    def __init__(self, folder: Path, header: Header, lock: int) -> None:
+    def __init__(self, folder: Path, header: Header, lock: FolderLock) -> None:
         self.header = header
         self.path = folder / VECTORS_NAME
         self._lock = lock
@@ -65,7 +64,7 @@ class VectorStore:
         try:
             return cls(folder, header, lock)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
     @classmethod
@@ -83,7 +82,7 @@ class VectorStore:
             with disk_errors(folder):
                 return cls(folder, header, lock)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
     @property
@@ -151,15 +150,11 @@ class VectorStore:
     def close(self) -> None:
         """Forget what was not committed and let other writers in. Idempotent."""
         self._pending = []
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def leave_to_fence(self) -> None:
         """Let go of the folder's lock: from now on a ``Fence`` held around every commit keeps other writers out."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def __enter__(self) -> VectorStore:
         return self

@@ -4,8 +4,10 @@ A stream NAME is made of
 
 * the **work** ``NAME.work.<priority>.<length>.<hash of the request id>``: kept after it is done, so that a result can be
   held against it and the same request id cannot be submitted twice;
-* the **results** ``NAME.results.<partition>.<record | refusal>``: kept until the store has committed them, bounded in
-  bytes, the newest refused beyond;
+* the **results** ``NAME.results.<partition>.<record | reference | refusal>``: kept until the store has committed them,
+  bounded in bytes, the newest refused beyond;
+* the **rows** ``NAME.rows.<partition>.<work item's sequence>``: chunks of answers too large for a message (``reference``
+  says more), kept until their work item is settled, bounded in the same way;
 * a bucket of **facts** without end (what the owner asks for, what the store has done) and a bucket of **leases**, whose
   keys end by themselves when nobody renews them.
 
@@ -25,6 +27,7 @@ from tensorrt_llm_ext.errors import InputError
 from tensorrt_llm_ext.worker.wanted import Lane, StreamSettings
 
 Bucket = Literal["facts", "leases"]
+Part = Literal["work", "rows"]
 Settling = Literal["ack", "extend", "give_back", "terminate"]
 
 _NAME = re.compile(r"^[A-Za-z0-9_-]{1,64}$")
@@ -87,6 +90,7 @@ class Counts:
     in_work: Mapping[str, int]
     num_results: int
     results_bytes: int
+    rows_bytes: int
 
 
 class Broker(Protocol):
@@ -109,8 +113,26 @@ class Broker(Protocol):
     def settle(self, deliveries: Sequence[Delivery], how: Settling) -> None:
         """Say that deliveries are done, need longer, are given back, or are never to come again."""
 
-    def work(self, sequences: Sequence[int]) -> list[bytes | None]:
-        """The bodies of work items by their sequence; None for one that is not there."""
+    def max_body_bytes(self) -> int:
+        """The largest body that a message may have here."""
+
+    def read(self, part: Part, sequences: Sequence[int]) -> list[bytes | None]:
+        """The bodies of work items, or of chunks of rows, by their sequence; None for one that is not there."""
+
+    def find_work(self, subjects: Sequence[str]) -> list[int | None]:
+        """The sequences of the newest work items of these subjects; None where there is none."""
+
+    def used_lanes(self) -> set[Lane]:
+        """The lanes that ever had a work item."""
+
+    def items_with_rows(self, partition: int) -> list[int]:
+        """The sequences of the work items of which rows lie here."""
+
+    def remove_chunks(self, sequences: Sequence[int]) -> None:
+        """Remove chunks of rows by their sequence."""
+
+    def remove_rows(self, partition: int, items: Sequence[int]) -> None:
+        """Remove all rows of these work items, whoever put them here."""
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
         """The value of a key; None where there is none, or no such stream."""
@@ -151,6 +173,11 @@ def work_subject(lane: Lane, request_id: str) -> str:
     return f"work.{lane.name}.{xxhash.xxh3_128_hexdigest(request_id.encode())}"
 
 
-def results_subject(partition: int, kind: Literal["record", "refusal"]) -> str:
+def results_subject(partition: int, kind: Literal["record", "reference", "refusal"]) -> str:
     """Where an answer goes."""
     return f"results.{partition}.{kind}"
+
+
+def rows_subject(partition: int, item: int | None = None) -> str:
+    """Where the chunks of an answer to the work item of this sequence go; without one, how all of a partition begin."""
+    return f"rows.{partition}.{'' if item is None else item}"

@@ -1,4 +1,7 @@
-"""Handover: a thread that publishes answers and settles a work item only once the broker has persisted its answer."""
+"""Handover: a thread that publishes answers and settles a work item only once the broker has persisted its answer.
+
+An answer that no message can carry goes among the stream's rows first, and a reference to it is published.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tensorrt_llm_ext.errors import BrokerError
 from tensorrt_llm_ext.results import Record
 from tensorrt_llm_ext.worker.broker import Broker, Delivery, Message, NotPublished
 from tensorrt_llm_ext.worker.events import Events
 from tensorrt_llm_ext.worker.held import Held, HeldItem
-from tensorrt_llm_ext.worker.messages import Outcome, message_from_answer
+from tensorrt_llm_ext.worker.messages import Outcome, message_from_answer, partition_of_answer
 from tensorrt_llm_ext.worker.metrics import Metrics
+from tensorrt_llm_ext.worker.reference import put_rows, reference_to
 from tensorrt_llm_ext.worker.wanted import Wanted
 
 _MESSAGES_AT_ONCE = 128
@@ -28,6 +33,9 @@ class _Answered:
     delivery: Delivery
     held: HeldItem | None
     content: Record | Outcome
+
+
+_Sent = tuple[_Answered, Message]
 
 
 class Handover:
@@ -89,7 +97,7 @@ class Handover:
                 self.error = error
                 self._changed.notify_all()
 
-    def _next(self) -> list[tuple[_Answered, Message]] | None:
+    def _next(self) -> list[_Sent] | None:
         """The next answers, encoded, a bounded number and size of them."""
         some, num_bytes = [], 0
         answered = self._answers.get()
@@ -104,34 +112,62 @@ class Handover:
             self._answers.put(None)
         return some or None
 
-    def _persist(self, some: list[tuple[_Answered, Message]]) -> None:
-        """Publish until the broker has all of them; what is too large becomes a refusal, a full stream is waited for."""
+    def _persist(self, some: list[_Sent]) -> None:
+        """Publish until the broker has all of them; a full stream is waited for, what is too large becomes a refusal."""
         pause_s = _FIRST_PAUSE_S
         while some and not self._is_given_up.is_set():
-            outcomes = self._broker.publish([message for _, message in some])
-            persisted = [pair[0] for pair, outcome in zip(some, outcomes, strict=True) if not isinstance(outcome, NotPublished)]
+            ready, full = self._with_rows_put(some)
+            outcomes = self._broker.publish([message for _, message in ready])
+            persisted = [pair[0] for pair, outcome in zip(ready, outcomes, strict=True) if not isinstance(outcome, NotPublished)]
             self._settle(persisted)
-            full = [pair for pair, out in zip(some, outcomes, strict=True) if isinstance(out, NotPublished) and out.code == "full"]
-            large = [(pair[0], out) for pair, out in zip(some, outcomes, strict=True) if _is_too_large(out)]
-            some = full + [self._without_rows(answered, outcome) for answered, outcome in large]
+            refused = [(pair, out) for pair, out in zip(ready, outcomes, strict=True) if isinstance(out, NotPublished)]
+            full = [pair for pair, out in refused if out.code == "full"] + full
+            some = full + [self._refused(answered, out.found) for (answered, _), out in refused if out.code != "full"]
             if full:
                 self._events("back_pressure", num_answers=len(full), pause_s=pause_s)
                 self._metrics.backpressure_s.inc(pause_s)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _without_rows(self, answered: _Answered, outcome: NotPublished) -> tuple[_Answered, Message]:
-        """A record that no message can carry is refused with the numbers."""
+    def _with_rows_put(self, some: list[_Sent]) -> tuple[list[_Sent], list[_Sent]]:
+        """What can be published, references instead of what no message can carry; and what waits for room among the rows."""
+        limit = min(self._wanted.settings.max_message_bytes, self._broker.max_body_bytes())
+        most = self._wanted.settings.max_rows_bytes // 2
+        ready: list[_Sent] = []
+        for place, (answered, message) in enumerate(some):
+            record, sequence, payload = answered.content, answered.delivery.sequence, message.body
+            if len(payload) <= limit or not isinstance(record, Record):
+                ready.append((answered, message))
+                continue
+            if len(payload) > most:
+                ready.append(self._refused(answered, f"{len(payload):,} bytes"))
+                continue
+            partition = partition_of_answer(record.request_id, sequence, self._wanted)
+            chunks = put_rows(self._broker, payload, partition, sequence, max_chunk_bytes=limit)
+            if isinstance(chunks, NotPublished):
+                return ready, some[place:]
+            ready.append((answered, message_from_answer(reference_to(record, payload, chunks), sequence, self._wanted)))
+        return ready, []
+
+    def _refused(self, answered: _Answered, found: str) -> tuple[_Answered, Message]:
+        """A record for which the broker never has room is refused with the numbers."""
         record = answered.content
+        if not isinstance(record, Record):
+            raise BrokerError(
+                "the reason why a work item has no answer does not fit into a message",
+                expected=f"at most {self._wanted.settings.max_message_bytes:,} bytes",
+                found=found,
+                fix="make a stream with a larger max_message_bytes, at a server with a larger max_payload",
+            )
         refused = Outcome(
             "refused",
             record.request_id,
-            getattr(record, "work_item_id", None),
+            record.work_item_id,
             "result_too_large",
-            "the record is larger than the stream's messages",
-            f"at most {self._wanted.settings.max_message_bytes:,} bytes",
-            outcome.found,
-            "tap fewer layers or rows, or make a stream with a larger max_message_bytes",
+            "the answer is larger than what the stream carries",
+            f"at most {self._wanted.settings.max_rows_bytes // 2:,} bytes: half of the room for rows",
+            found,
+            "tap fewer layers, send shorter items, or make a stream with more room for rows (max_rows_bytes)",
         )
         answered = _Answered(answered.delivery, answered.held, refused)
         return answered, message_from_answer(refused, answered.delivery.sequence, self._wanted)
@@ -158,10 +194,6 @@ class Handover:
             self.num_outcomes += len(others)
             self._num_open -= len(persisted)
             self._changed.notify_all()
-
-
-def _is_too_large(outcome: object) -> bool:
-    return isinstance(outcome, NotPublished) and outcome.code != "full"
 
 
 def _newest(answered: _Answered) -> Delivery:

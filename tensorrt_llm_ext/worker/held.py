@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.results import WorkItem
 from tensorrt_llm_ext.worker.broker import Delivery
+from tensorrt_llm_ext.worker.wanted import Wanted
 
 FULL = 0.9
 """A batch of this share of the token budget need not wait for a better one."""
 
+_BATCHES_TO_CHOOSE_FROM = 4
+_STATES_BYTES = 1 << 30
 _CHOICE = 2.0  # budgets that wait: more of them would not make the next batch better
 _PADDING = 1.5  # slots a batch may take up over its budget: longer neighbours cost attention, gaps cost everything else
 
@@ -118,6 +121,17 @@ class Held:
 def budget_of(limits: Limits) -> int:
     """The tokens of a full batch."""
     return min(limits.max_num_tokens, limits.opt_num_tokens or limits.max_num_tokens)
+
+
+def tokens_to_hold(wanted: Wanted, limits: Limits, num_batches: int) -> int:
+    """Tokens enough for the batches that run or wait for a canary, for some to choose from, and for two long items.
+
+    Of states no more than may wait in memory for the broker.
+    """
+    num_tokens = (num_batches + _BATCHES_TO_CHOOSE_FROM) * budget_of(limits)
+    if wanted.has_states:
+        num_tokens = max(2 * budget_of(limits), min(num_tokens, _STATES_BYTES // wanted.token_bytes))
+    return num_tokens + 2 * wanted.policy.max_length
 
 
 def next_batch(waiting: Sequence[HeldItem], limits: Limits) -> list[HeldItem]:

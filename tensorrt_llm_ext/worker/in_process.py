@@ -16,9 +16,11 @@ from tensorrt_llm_ext.worker.broker import (
     Entry,
     Message,
     NotPublished,
+    Part,
     Published,
     Settling,
     check_stream_name,
+    rows_subject,
 )
 from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
 
@@ -53,7 +55,7 @@ class InProcessBroker:
         self.stream = check_stream_name(stream)
         self._lock = threading.RLock()
         self._settings: StreamSettings | None = None
-        self._streams = {"work": _Stream(), "results": _Stream()}
+        self._streams = {part: _Stream() for part in ("work", "results", "rows")}
         self._revision = 0
         self._entries: dict[tuple[Bucket, str], tuple[Entry, float]] = {}
 
@@ -75,11 +77,12 @@ class InProcessBroker:
         if message.message_id is not None and message.message_id in stream.message_ids:
             return Published(stream.message_ids[message.message_id], is_duplicate=True)
         if message.is_first:
-            taken = next((number for number, kept in stream.kept.items() if kept.subject == message.subject), None)
+            (taken,) = self.find_work([message.subject])
             if taken is not None:
                 return NotPublished("taken", f"sequence {taken}", taken)
-        if part == "results" and self._results_bytes() + len(wire) > settings.max_results_bytes:
-            return NotPublished("full", f"more than {settings.max_results_bytes:,} bytes wait for the store")
+        most = {"results": settings.max_results_bytes, "rows": settings.max_rows_bytes}.get(part)
+        if most is not None and self._num_bytes(part) + len(wire) > most:
+            return NotPublished("full", f"more than {most:,} bytes wait for the store")
         stream.last_sequence += 1
         stream.kept[stream.last_sequence] = _Kept(message.subject, wire)
         if message.message_id is not None:
@@ -117,10 +120,40 @@ class InProcessBroker:
                 elif kept.num_delivered == delivery.num_delivered:  # else it is somebody else's by now
                     kept.due = 0.0 if how == "give_back" else time.monotonic() + self._made().ack_wait_s
 
-    def work(self, sequences: Sequence[int]) -> list[bytes | None]:
+    def max_body_bytes(self) -> int:
+        return self._made().max_message_bytes
+
+    def read(self, part: Part, sequences: Sequence[int]) -> list[bytes | None]:
         with self._lock:
-            kept = self._streams["work"].kept
+            kept = self._streams[part].kept
             return [kept[number].wire.partition(b"\n")[2] if number in kept else None for number in sequences]
+
+    def find_work(self, subjects: Sequence[str]) -> list[int | None]:
+        with self._lock:
+            there = {kept.subject: number for number, kept in self._streams["work"].kept.items()}
+            return [there.get(subject) for subject in subjects]
+
+    def used_lanes(self) -> set[Lane]:
+        with self._lock:
+            used = {kept.subject.rpartition(".")[0] for kept in self._streams["work"].kept.values()}
+            return {lane for lane in LANES if f"work.{lane.name}" in used}
+
+    def items_with_rows(self, partition: int) -> list[int]:
+        with self._lock:
+            prefix, kept = rows_subject(partition), self._streams["rows"].kept.values()
+            items = {one.subject.removeprefix(prefix) for one in kept if one.subject.startswith(prefix)}
+            return sorted(int(item) for item in items if item.isdecimal())
+
+    def remove_chunks(self, sequences: Sequence[int]) -> None:
+        with self._lock:
+            for sequence in sequences:
+                self._streams["rows"].kept.pop(sequence, None)
+
+    def remove_rows(self, partition: int, items: Sequence[int]) -> None:
+        with self._lock:
+            rows, subjects = self._streams["rows"].kept, {rows_subject(partition, item) for item in items}
+            for sequence in [sequence for sequence, kept in rows.items() if kept.subject in subjects]:
+                del rows[sequence]
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
         with self._lock:
@@ -157,7 +190,8 @@ class InProcessBroker:
                 waiting[lane.name] = sum(k.due <= now for k in kept)
                 in_work[lane.name] = len(kept) - waiting[lane.name]
             num_results = len(self._streams["results"].kept)
-            return Counts(len(self._streams["work"].kept), waiting, in_work, num_results, self._results_bytes())
+            num_bytes = self._num_bytes("results"), self._num_bytes("rows")
+            return Counts(len(self._streams["work"].kept), waiting, in_work, num_results, *num_bytes)
 
     def is_connected(self) -> bool:
         return True
@@ -165,8 +199,8 @@ class InProcessBroker:
     def close(self) -> None:
         """Nothing to let go of: the stream lives as long as the object."""
 
-    def _results_bytes(self) -> int:
-        return sum(len(kept.wire) for kept in self._streams["results"].kept.values())
+    def _num_bytes(self, part: str) -> int:
+        return sum(len(kept.wire) for kept in self._streams[part].kept.values())
 
     def _made(self) -> StreamSettings:
         if self._settings is None:

@@ -37,6 +37,7 @@ class Intake:
         self._facts = facts
         self._lanes = FairLanes(wanted)
         self._extended = self._seen = 0.0
+        self._revision: int | None = None  # of the presence
         self._is_stopping = threading.Event()
         self._has_stopped = threading.Event()
         self._is_closed = threading.Event()
@@ -51,11 +52,14 @@ class Intake:
         self._has_stopped.wait()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread, and take this worker's presence away. Idempotent. Raises BrokerError."""
         self._is_stopping.set()
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self._revision is not None:
+            self._broker.delete("leases", self._presence, revision=self._revision)
+            self._revision = None
 
     def _run(self) -> None:
         try:
@@ -116,5 +120,5 @@ class Intake:
             self._broker.settle(self._held.deliveries(), "extend")
             self._extended = now
         if now - self._seen > settings.lease_s / 3:
-            self._broker.put("leases", self._presence, json.dumps(self._facts()).encode())
+            self._revision = self._broker.put("leases", self._presence, json.dumps(self._facts()).encode())
             self._seen = now

@@ -1,4 +1,4 @@
-"""The broker NATS JetStream: two streams and two buckets for one stream of work (``broker`` says which)."""
+"""The broker NATS JetStream: three streams and two buckets for one stream of work (``broker`` says which)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tensorrt_llm_ext.errors import BrokerError
@@ -17,17 +17,17 @@ from tensorrt_llm_ext.worker.broker import (
     Entry,
     Message,
     NotPublished,
+    Part,
     Published,
     Settling,
     check_stream_name,
+    rows_subject,
 )
 from tensorrt_llm_ext.worker.connection import Access, Connection
+from tensorrt_llm_ext.worker.jetstream_parts import HEADER_BYTES, create_parts, lane_consumer
 from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
 
-_DUPLICATES_S = 600.0  # how long the broker knows an answer's message id; the store knows it for ever
-_MAX_UNACKNOWLEDGED = 65536  # of a consumer; what a worker holds is bounded by its tokens
 _PULL_S = 2.0
-_HEADER_BYTES = 4096
 _SETTLINGS = {"ack": b"+ACK", "extend": b"+WPI", "give_back": b"-NAK", "terminate": b"+TERM"}
 _TAKEN, _FULL, _TOO_LARGE = (10071, 10164), (10077, 10047), (10054,)  # the server's error codes
 
@@ -49,59 +49,16 @@ class JetStreamBroker:
         return cls(Connection(access, name, on_event), stream)
 
     def create(self, settings: StreamSettings) -> None:
-        self._connection.call(lambda: self._create(settings), f"make the stream '{self.stream}'")
-
-    async def _create(self, settings: StreamSettings) -> None:
-        from nats.js import api
-
-        largest = settings.max_message_bytes + _HEADER_BYTES
-        await self._add_stream(
-            api.StreamConfig(f"{self.stream}_work", subjects=[f"{self.stream}.work.>"], max_msg_size=largest, allow_direct=True)
-        )
-        await self._add_stream(
-            api.StreamConfig(
-                f"{self.stream}_results",
-                subjects=[f"{self.stream}.results.>"],
-                retention=api.RetentionPolicy.WORK_QUEUE,
-                discard=api.DiscardPolicy.NEW,
-                max_bytes=settings.max_results_bytes,
-                max_msg_size=largest,
-                duplicate_window=_DUPLICATES_S,
-            )
-        )
-        filters = {_lane_consumer(lane): ("work", f"work.{lane.name}.>") for lane in LANES}
-        filters |= {f"part-{n}": ("results", f"results.{n}.>") for n in range(settings.num_partitions)}
-        for name, (part, subject) in filters.items():
-            config = api.ConsumerConfig(
-                durable_name=name,
-                filter_subject=f"{self.stream}.{subject}",
-                ack_wait=settings.ack_wait_s,
-                max_deliver=-1,
-                max_ack_pending=_MAX_UNACKNOWLEDGED,
-            )
-            await self._js.add_consumer(f"{self.stream}_{part}", config)
-        await self._js.create_key_value(api.KeyValueConfig(f"{self.stream}_facts"))
-        await self._js.create_key_value(api.KeyValueConfig(f"{self.stream}_leases", ttl=settings.lease_s))
-
-    async def _add_stream(self, config: Any) -> None:
-        from nats.js.errors import BadRequestError
-
-        try:
-            await self._js.add_stream(config)
-        except BadRequestError as error:
-            if error.err_code != 10058:  # the name is in use with another configuration: it stays as it is
-                raise
+        self._connection.call(lambda: create_parts(self._js, self.stream, settings), f"make the stream '{self.stream}'")
 
     def publish(self, messages: Sequence[Message]) -> list[Published | NotPublished]:
-        async def all_of_them() -> list[Published | NotPublished]:
-            return await asyncio.gather(*(self._connection.retried(lambda m=m: self._publish(m), "publish") for m in messages))
-
-        return self._connection.call(all_of_them, "publish")
+        return self._for_each(self._publish, messages, "publish")
 
     async def _publish(self, message: Message) -> Published | NotPublished:
-        import nats.errors
         from nats.js.errors import APIError
 
+        if (limit := self.max_body_bytes()) < len(message.body):
+            return NotPublished("too_large", f"{len(message.body):,} bytes; the server takes {limit:,}")
         headers = dict(message.headers)
         if message.message_id is not None:
             headers["Nats-Msg-Id"] = message.message_id
@@ -109,9 +66,6 @@ class JetStreamBroker:
             headers["Nats-Expected-Last-Subject-Sequence"] = "0"
         try:
             answer = await self._js.publish(f"{self.stream}.{message.subject}", message.body, headers=headers or None)
-        except nats.errors.MaxPayloadError:
-            limit = self._connection.client.max_payload
-            return NotPublished("too_large", f"{len(message.body):,} bytes; the server takes {limit:,}")
         except APIError as error:
             if error.err_code in _TAKEN:
                 last = re.search(r"\d+$", error.description or "")
@@ -125,7 +79,7 @@ class JetStreamBroker:
 
     def pull_work(self, wants: Mapping[Lane, int]) -> dict[Lane, list[Delivery]]:
         async def from_every_lane() -> list[list[Delivery]]:
-            return await asyncio.gather(*(self._pull("work", _lane_consumer(lane), num) for lane, num in wants.items()))
+            return await asyncio.gather(*(self._pull("work", lane_consumer(lane), num) for lane, num in wants.items()))
 
         return dict(zip(wants, self._connection.call(from_every_lane, "pull work"), strict=True))
 
@@ -164,22 +118,71 @@ class JetStreamBroker:
         if deliveries:
             self._connection.call(send, how)
 
-    def work(self, sequences: Sequence[int]) -> list[bytes | None]:
-        async def all_of_them() -> list[bytes | None]:
-            return await asyncio.gather(*(self._work(sequence) for sequence in sequences))
+    def max_body_bytes(self) -> int:
+        """What the server takes, less room for headers: it counts them, and closes the connection of who sends more."""
+        return self._connection.client.max_payload - HEADER_BYTES
 
-        return self._connection.call(all_of_them, "read work items")
+    def read(self, part: Part, sequences: Sequence[int]) -> list[bytes | None]:
+        found = self._for_each(lambda sequence: self._message(part, seq=sequence), sequences, f"read {part}")
+        return [None if message is None else message.data or b"" for message in found]
 
-    async def _work(self, sequence: int) -> bytes | None:
+    def find_work(self, subjects: Sequence[str]) -> list[int | None]:
+        subjects = [f"{self.stream}.{subject}" for subject in subjects]
+        found = self._for_each(lambda subject: self._message("work", subject=subject), subjects, "find work items")
+        return [None if message is None else message.seq for message in found]
+
+    async def _message(self, part: Part, **place: int | str) -> Any:
+        """A message of a stream, or None where there is none: none has the number 0.
+
+        Any replica answers a direct question, and may not have heard of a message yet; before a number is said to be
+        gone, the leader is asked.
+        """
         from nats.js.errors import NotFoundError
 
-        async def read() -> bytes | None:
-            try:
-                return (await self._js.get_msg(f"{self.stream}_work", seq=sequence, direct=True)).data or b""
-            except NotFoundError:
-                return None
+        if place.get("seq") == 0:
+            return None
+        for is_direct in (True, False) if "seq" in place else (True,):
+            with contextlib.suppress(NotFoundError):
+                return await self._js.get_msg(f"{self.stream}_{part}", direct=is_direct, **place)
+        return None
 
-        return await self._connection.retried(read, f"read work item {sequence}") if sequence > 0 else None
+    def used_lanes(self) -> set[Lane]:
+        lanes = self._connection.call(self._lanes, "look at the lanes")
+        return {lane for lane, info in lanes.items() if info.num_pending or info.delivered.stream_seq}
+
+    async def _lanes(self) -> dict[Lane, Any]:
+        return {lane: await self._js.consumer_info(f"{self.stream}_work", lane_consumer(lane)) for lane in LANES}
+
+    def items_with_rows(self, partition: int) -> list[int]:
+        prefix = f"{self.stream}.{rows_subject(partition)}"
+
+        async def read() -> list[int]:
+            state = (await self._js.stream_info(f"{self.stream}_rows", subjects_filter=f"{prefix}>")).state
+            items = (subject.removeprefix(prefix) for subject in state.subjects or ())
+            return sorted(int(item) for item in items if item.isdecimal())
+
+        return self._connection.call(read, "list rows")
+
+    def remove_rows(self, partition: int, items: Sequence[int]) -> None:
+        subjects = [f"{self.stream}.{rows_subject(partition, item)}" for item in items]
+        self._for_each(lambda subject: self._js.purge_stream(f"{self.stream}_rows", subject=subject), subjects, "remove rows")
+
+    def remove_chunks(self, sequences: Sequence[int]) -> None:
+        self._for_each(self._remove_chunk, sequences, "remove chunks of rows")
+
+    async def _remove_chunk(self, sequence: int) -> None:
+        from nats.js.errors import APIError
+
+        with contextlib.suppress(APIError):  # gone already
+            await self._js.delete_msg(f"{self.stream}_rows", sequence)
+
+    def _for_each(self, make: Callable[[Any], Awaitable[Any]], things: Sequence[Any], what: str) -> list[Any]:
+        """The results of calls that run side by side, each again while the broker is away."""
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*(self._connection.retried(lambda t=thing: make(t), what) for thing in things))
+
+        return self._connection.call(all_of_them, what)
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
         from nats.js.errors import KeyNotFoundError
@@ -245,13 +248,15 @@ class JetStreamBroker:
         async def read() -> Counts:
             work = await self._js.stream_info(f"{self.stream}_work")
             results = await self._js.stream_info(f"{self.stream}_results")
-            lanes = {lane.name: await self._js.consumer_info(f"{self.stream}_work", _lane_consumer(lane)) for lane in LANES}
+            rows = await self._js.stream_info(f"{self.stream}_rows")
+            lanes = await self._lanes()
             return Counts(
                 work.state.messages,
-                {name: info.num_pending for name, info in lanes.items()},
-                {name: info.num_ack_pending for name, info in lanes.items()},
+                {lane.name: info.num_pending for lane, info in lanes.items()},
+                {lane.name: info.num_ack_pending for lane, info in lanes.items()},
                 results.state.messages,
                 results.state.bytes,
+                rows.state.bytes,
             )
 
         return self._connection.call(read, "count")
@@ -267,7 +272,3 @@ class JetStreamBroker:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _lane_consumer(lane: Lane) -> str:
-    return f"work-{lane.priority}-{lane.length}"

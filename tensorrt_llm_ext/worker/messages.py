@@ -1,10 +1,12 @@
 """Messages: work items and answers as they travel. Data only: JSON, and safetensors for rows; nothing is ever executed.
 
 A **work item** is one JSON object: ``format``, ``format_version``, ``request_id``, ``work_item_id``, ``token_ids``,
-``token_hash``, ``contract_version`` (of what the stream asks for), and ``truncated_from`` where tokens were cut.
+``token_hash``, ``contract_version`` (of what the stream asks for), ``truncated_from`` where tokens were cut, and
+``loss_mask``, text of a 0 or 1 for each token, where the stream's token policy makes one.
 
-An **answer** is a record's payload (``results.payload``), or a **refusal**, one JSON object that says why there is no
-record. Its headers name the work item's sequence, the contract version and the format.
+An **answer** is a record's payload (``results.payload``), a **reference** to one that is too large for a message
+(``reference``), or a **refusal**, one JSON object that says why there is no record. Its headers name the work item's
+sequence, the contract version and the format.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from tensorrt_llm_ext.fingerprint import fingerprint, token_hash
 from tensorrt_llm_ext.inputs import Fields, Row
 from tensorrt_llm_ext.inputs.fields import request_id_of_row, token_ids_of_row, unicode_checked
 from tensorrt_llm_ext.results import Failure, Record, WorkItem, payload_from_record, record_from_payload
+from tensorrt_llm_ext.results.payload import FORMAT as RECORD_FORMAT
+from tensorrt_llm_ext.worker import reference
 from tensorrt_llm_ext.worker.broker import Delivery, Message, results_subject, work_subject
+from tensorrt_llm_ext.worker.reference import Reference, reference_from_json
 from tensorrt_llm_ext.worker.wanted import Wanted
 
 WORK_FORMAT = "tensorrt_llm_ext.work"
@@ -32,8 +37,9 @@ FORMAT_HEADER = "Extract-Format"
 
 _FIELDS = Fields(ids="token_ids", request_id="request_id")
 _REQUIRED = ("format", "format_version", "request_id", "work_item_id", "token_ids", "token_hash", "contract_version")
-_KNOWN = {*_REQUIRED, "truncated_from"}
+_KNOWN = {*_REQUIRED, "truncated_from", "loss_mask"}
 _PLAIN_ID_CHARACTERS = 128
+_MAX_ID_CHARACTERS = 4096  # of a request id and of a work item's id: every answer and every refusal repeats them
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a partition's writer reads: a record or the reason for none, and the work item it answers."""
+    """What a partition's writer reads: a record, or where it lies, or the reason for none; and the work item it answers."""
 
     sequence: int
     contract_version: str
-    content: Record | Outcome
+    content: Record | Reference | Outcome
+    num_bytes: int = 0  # of the message, and of the rows it refers to
 
 
 def message_from_work(item: WorkItem, wanted: Wanted, priority: str) -> Message:
@@ -82,6 +89,8 @@ def message_from_work(item: WorkItem, wanted: Wanted, priority: str) -> Message:
     }
     if item.truncated_from is not None:
         value["truncated_from"] = item.truncated_from
+    if item.loss_mask is not None:
+        value["loss_mask"] = "".join("1" if learnt else "0" for learnt in item.loss_mask)
     lane = wanted.lane_of(len(item.token_ids), priority)
     body = json.dumps(value, separators=(",", ":")).encode()
     return Message(work_subject(lane, item.request_id), body, {FORMAT_HEADER: WORK_FORMAT}, is_first=True)
@@ -93,36 +102,52 @@ def work_from_body(body: bytes, wanted: Wanted) -> WorkItem:
     _check_fields(value, wanted)
     row = Row(0, None, value)
     request_id = request_id_of_row(row, _FIELDS)
+    check_ids(request_id, value["work_item_id"])
     token_ids = token_ids_of_row(row, _FIELDS.ids)
     _check_tokens(token_ids, wanted)
     token_ids = token_ids.astype(np.int32)
     token_ids.flags.writeable = False
     if (found := token_hash(token_ids)) != value["token_hash"]:
         raise _refusal("token_hash", "the token ids are not those that were hashed", value["token_hash"], found)
-    return WorkItem(request_id, value["work_item_id"], token_ids, found, value.get("truncated_from"))
+    loss_mask = _loss_mask(value.get("loss_mask"), len(token_ids), wanted)
+    return WorkItem(request_id, value["work_item_id"], token_ids, found, value.get("truncated_from"), loss_mask)
 
 
 def request_id_of(body: bytes, max_bytes: int) -> str | None:
-    """The request id of a message that was refused, where it says one."""
+    """The request id of a message that was refused, where it says one that can be repeated."""
     try:
-        return request_id_of_row(Row(0, None, _object(body, max_bytes)), _FIELDS)
+        request_id = request_id_of_row(Row(0, None, _object(body, max_bytes)), _FIELDS)
+        check_ids(request_id)
     except Refusal:
         return None
+    return request_id
 
 
-def message_from_answer(content: Record | Outcome, sequence: int, wanted: Wanted) -> Message:
+def check_ids(*ids: str) -> None:
+    """Raise Refusal for an id too long to be repeated in every message about it."""
+    for text in ids:
+        if len(text) > _MAX_ID_CHARACTERS:
+            found = f"{len(text):,} characters: {text[:40]!r}…"
+            raise _refusal("id_too_long", "an id is too long", f"at most {_MAX_ID_CHARACTERS:,} characters", found)
+
+
+def message_from_answer(content: Record | Reference | Outcome, sequence: int, wanted: Wanted) -> Message:
     """Write an answer. Its message id is the request id and the work item's sequence: one answer for one work item."""
-    is_record = isinstance(content, Record)
     request_id = content.request_id
-    partition = wanted.partition_of(str(sequence) if request_id is None else request_id)
-    body = payload_from_record(content) if is_record else _outcome_body(content)
-    headers = {
-        FORMAT_HEADER: "tensorrt_llm_ext.record" if is_record else REFUSAL_FORMAT,
-        SEQUENCE_HEADER: str(sequence),
-        VERSION_HEADER: wanted.version,
-    }
-    subject = results_subject(partition, "record" if is_record else "refusal")
+    if isinstance(content, Record):
+        kind, format, body = "record", RECORD_FORMAT, payload_from_record(content)
+    elif isinstance(content, Reference):
+        kind, format, body = "reference", reference.FORMAT, content.to_json()
+    else:
+        kind, format, body = "refusal", REFUSAL_FORMAT, _outcome_body(content)
+    headers = {FORMAT_HEADER: format, SEQUENCE_HEADER: str(sequence), VERSION_HEADER: wanted.version}
+    subject = results_subject(partition_of_answer(request_id, sequence, wanted), kind)
     return Message(subject, body, headers, message_id=f"{_header_safe(request_id)}@{sequence}")
+
+
+def partition_of_answer(request_id: str | None, sequence: int, wanted: Wanted) -> int:
+    """The partition that settles a work item: by its request id; by its sequence where nothing says the id."""
+    return wanted.partition_of(str(sequence) if request_id is None else request_id)
 
 
 def answer_from_delivery(delivery: Delivery) -> Answer:
@@ -132,16 +157,19 @@ def answer_from_delivery(delivery: Delivery) -> Answer:
         if not 0 < sequence < 1 << 63:
             raise ValueError(f"{SEQUENCE_HEADER} {sequence}")
         version, format = delivery.headers[VERSION_HEADER], delivery.headers[FORMAT_HEADER]
-        if format != REFUSAL_FORMAT:
-            return Answer(sequence, version, record_from_payload(delivery.body))
+        if format == RECORD_FORMAT:
+            return Answer(sequence, version, record_from_payload(delivery.body), len(delivery.body))
+        if format == reference.FORMAT:
+            content = reference_from_json(delivery.body)
+            return Answer(sequence, version, content, len(delivery.body) + content.num_bytes)
         value = json.loads(delivery.body)
         if (found := (value.pop("format"), value.pop("format_version"))) != (REFUSAL_FORMAT, FORMAT_VERSION):
             raise ValueError(f"format {found}")
-        return Answer(sequence, version, Outcome(**value))
+        return Answer(sequence, version, Outcome(**value), len(delivery.body))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise StoreError(
             "a message among the results is not an answer",
-            expected=f"a record's payload or a {REFUSAL_FORMAT}, with the headers {SEQUENCE_HEADER} and {VERSION_HEADER}",
+            expected=f"a {RECORD_FORMAT}, a {reference.FORMAT} or a {REFUSAL_FORMAT}, with the headers {SEQUENCE_HEADER} and {VERSION_HEADER}",
             found=f"{type(error).__name__}: {error}"[:500],
             fix="only workers of this release may publish results",
         ) from error
@@ -195,6 +223,17 @@ def _check_tokens(token_ids: np.ndarray, wanted: Wanted) -> None:
     if len(outside):
         found = f"{token_ids[outside[0]]} at position {outside[0]}"
         raise _refusal("outside_vocabulary", "a token id is outside the model's vocabulary", f"0 to {vocab_size - 1}", found)
+
+
+def _loss_mask(text: object, num_tokens: int, wanted: Wanted) -> np.ndarray | None:
+    """The loss mask that the stream's token policy makes, uint8 [tokens]."""
+    if wanted.policy.loss_mask is None and text is None:
+        return None
+    is_mask = isinstance(text, str) and len(text) == num_tokens and not set(text) - {"0", "1"}
+    if wanted.policy.loss_mask is None or not is_mask:
+        expected = "none" if wanted.policy.loss_mask is None else f"text of {num_tokens} digits, each 0 or 1"
+        raise _refusal("bad_loss_mask", "'loss_mask' is not what the stream's token policy makes", expected, repr(text)[:80])
+    return np.array([digit == "1" for digit in text], np.uint8)
 
 
 def _refusal(code: str, what: str, expected: str, found: str) -> Refusal:

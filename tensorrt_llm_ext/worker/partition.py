@@ -11,13 +11,28 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorrt_llm_ext.errors import ExtractionError, LineageError, Refusal
+from tensorrt_llm_ext.errors import ExtractionError, LineageError, Refusal, RowsLost
 from tensorrt_llm_ext.inputs.duplicates import SeenIds, Verdict
 from tensorrt_llm_ext.results import Origin, Record, WorkItem, origin_from_contract
-from tensorrt_llm_ext.store import Fence, Header, VectorStore, check_lineage, holds_dataset, open_vectors
+from tensorrt_llm_ext.store import (
+    DEFAULT_SHARD_BYTES,
+    SHARD_BYTES,
+    Fence,
+    Header,
+    StatesStore,
+    Store,
+    VectorStore,
+    check_lineage,
+    holds_dataset,
+    open_vectors,
+    read_states_header,
+    states_folder,
+)
+from tensorrt_llm_ext.store.shard_size import shard_rows
 from tensorrt_llm_ext.worker.broker import Broker
 from tensorrt_llm_ext.worker.messages import Answer, Outcome, work_from_body
 from tensorrt_llm_ext.worker.outcomes import OutcomeLedger
+from tensorrt_llm_ext.worker.reference import Reference, fetched
 from tensorrt_llm_ext.worker.wanted import Wanted
 
 _IDS_AT_ONCE = 4096
@@ -42,7 +57,10 @@ class Settled:
 class Partition:
     """A partition that is open for writing under a fence. What was read of it is right until the fence is lost."""
 
-    def __init__(self, broker: Broker, wanted: Wanted, out: Path, number: int, fence: Fence) -> None:
+    def __init__(
+        self, broker: Broker, wanted: Wanted, out: Path, number: int, fence: Fence, *, shard_bytes: int | None = None
+    ) -> None:
+        self.number = number
         self.folder = dataset_folder(out, number)
         self.redelivered = 0
         self.strays: list[Answer] = []  # of the newest commit: they name no work item of this stream
@@ -54,15 +72,25 @@ class Partition:
             "stream": {"name": broker.stream, "version": wanted.version, "partition": number},
         }
         self._settled, self._seen = Settled(), SeenIds()
-        self._store: VectorStore | None = None
+        self._store: Store | None = None
         with fence.held():  # from here on, nobody older commits: what is read now stays as it is
             self._ledger = OutcomeLedger(self.folder.with_suffix(".refused.jsonl"))
             for sequence in self._ledger.sequences():
                 self._settled.add(sequence)
-            if holds_dataset(self.folder):
-                self._store = VectorStore.open(self.folder, self._header(open_vectors(self.folder).header.origin))
+            stored = self._stored_header() if holds_dataset(self.folder) else None
+            if wanted.has_states:
+                before = stored.job.get(SHARD_BYTES) if stored else None
+                self._job[SHARD_BYTES] = shard_bytes or before or DEFAULT_SHARD_BYTES
+                shard_rows(self._header(origin_from_contract(wanted.contract, "none", wanted.policy.tokenisation())))
+            if stored:
+                self._store = self._kind.open(self.folder, self._header(stored.origin))
                 self._read_identities()
                 self._store.leave_to_fence()
+
+    @property
+    def commit_bytes(self) -> int | None:
+        """How many bytes of answers make a good commit: half a shard, which closes it; None where it does not matter."""
+        return self._job[SHARD_BYTES] // 2 if self._wanted.has_states else None
 
     def commit(self, answers: Sequence[Answer]) -> Counter[str]:
         """Settle work items by their answers; those that are settled already are dropped. Returns what became of them.
@@ -76,18 +104,30 @@ class Partition:
         self.redelivered += len(answers) - len(new)
         records, outcomes, self.strays = self._checked(list(new.values()))
         with self._fence.held():
-            if records and self._store is None:
-                self._store = VectorStore.create(self.folder, self._header(records[0][1].origin))
-                self._store.leave_to_fence()
-            for item, record, sequence in records:
-                self._store.append(sequence - 1, item, record)
-            if outcomes:
-                self._ledger.write(outcomes)
-            if records:
-                self._store.commit(0)  # rows come in no order of the input: no stretch of it is settled
+            try:
+                self._write(records, outcomes)
+            except BaseException:
+                self.close()  # here, where nobody else writes: it may remove files
+                raise
         for sequence in [sequence for *_, sequence in records] + [sequence for sequence, _ in outcomes]:
             self._settled.add(sequence)
+        self._broker.remove_rows(self.number, [one.sequence for one in answers if isinstance(one.content, Reference)])
         return Counter(stored=len(records)) + Counter(outcome.kind for _, outcome in outcomes)
+
+    def sweep(self) -> int:
+        """Remove rows that nobody will ever read, because their work items are settled; returns of how many items.
+
+        Workers that ended before they published a reference have left them, or that answered what another had answered.
+        """
+        items = [item for item in self._broker.items_with_rows(self.number) if item in self._settled]
+        self._broker.remove_rows(self.number, items)
+        return len(items)
+
+    def seal(self) -> None:
+        """Say in the dataset that it is whole as it is; more rows may still follow. Raises LeaseLost, StoreError."""
+        if self._store is not None:
+            with self._fence.held():
+                self._store.seal()
 
     def facts(self) -> dict:
         """What this partition holds, counted by the dataset and by the lines of the file beside it."""
@@ -106,24 +146,44 @@ class Partition:
             self._store.close()
         self._ledger.close()
 
+    def _write(self, records: list[_Row], outcomes: list[tuple[int, Outcome]]) -> None:
+        """Bring rows and lines to the disk, under the fence."""
+        if records and self._store is None:
+            self._store = self._kind.create(self.folder, self._header(records[0][1].origin))
+            self._store.leave_to_fence()
+        for item, record, sequence in records:
+            self._store.append(sequence - 1, item, record)
+        if outcomes:
+            self._ledger.write(outcomes)
+        if records:
+            self._store.commit(0)  # rows come in no order of the input: no stretch of it is settled
+            self._store.flush()
+
+    @property
+    def _kind(self) -> type[Store]:
+        return StatesStore if self._wanted.has_states else VectorStore
+
+    def _stored_header(self) -> Header:
+        return read_states_header(states_folder(self.folder)) if self._wanted.has_states else open_vectors(self.folder).header
+
     def _checked(self, answers: list[Answer]) -> tuple[list[_Row], list[tuple[int, Outcome]], list[Answer]]:
         """Divide answers: records that are the answers to their work items, reasons for none, and answers to nothing."""
         records, outcomes, strays = [], [], []
-        bodies = self._broker.work([answer.sequence for answer in answers])
+        bodies = self._broker.read("work", [answer.sequence for answer in answers])
         for answer, body in zip(answers, bodies, strict=True):
             if body is None:
                 strays.append(answer)
-            elif not isinstance(answer.content, Record):
+            elif isinstance(answer.content, Outcome):
                 outcomes.append((answer.sequence, answer.content))
             else:
                 try:
-                    records.append((self._proven(answer, body), answer.content, answer.sequence))
-                except (LineageError, Refusal) as error:
-                    outcomes.append((answer.sequence, _no_lineage(answer.content, error)))
+                    records.append(self._proven(answer, body))
+                except (LineageError, Refusal, RowsLost) as error:
+                    outcomes.append((answer.sequence, _not_stored(answer.content, error)))
         return self._without_repeated_ids(records, outcomes), outcomes, strays
 
-    def _proven(self, answer: Answer, body: bytes) -> WorkItem:
-        """The work item that a record answers, once the record is sure to be its answer."""
+    def _proven(self, answer: Answer, body: bytes) -> _Row:
+        """The work item and its record, once the record is sure to be its answer."""
         if answer.contract_version != self._wanted.version:
             raise LineageError(
                 f"the record of request '{answer.content.request_id}' was made for another contract",
@@ -132,8 +192,9 @@ class Partition:
                 fix="only workers of this stream may publish its results",
             )
         item = work_from_body(body, self._wanted)
-        check_lineage(answer.content, item, self._header(self._origin or answer.content.origin))
-        return item
+        record = fetched(self._broker, answer.content) if isinstance(answer.content, Reference) else answer.content
+        check_lineage(record, item, self._header(self._origin or record.origin))
+        return item, record, answer.sequence
 
     @property
     def _origin(self) -> Origin | None:
@@ -179,7 +240,7 @@ def dataset_folder(out: Path, number: int) -> Path:
     return Path(out) / f"part-{number}"
 
 
-def _no_lineage(record: Record, error: ExtractionError) -> Outcome:
-    return Outcome(
-        "failed", record.request_id, record.work_item_id, "lineage", error.what, error.expected, error.found, error.fix
-    )
+def _not_stored(content: Record | Reference, error: ExtractionError) -> Outcome:
+    code = "rows_lost" if isinstance(error, RowsLost) else "lineage"
+    said = (error.what, error.expected, error.found, error.fix)
+    return Outcome("failed", content.request_id, content.work_item_id, code, *said)

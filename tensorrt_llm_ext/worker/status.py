@@ -22,7 +22,8 @@ class Status:
     waiting: dict[str, int]  # by lane
     in_work: dict[str, int]
     unstored: int  # answers that wait for a store
-    unstored_bytes: int
+    unstored_bytes: int  # of messages
+    unstored_rows_bytes: int  # of rows that messages refer to
     stored: int
     refused: int
     failed: int
@@ -62,6 +63,7 @@ def status_of(broker: Broker) -> Status:
         in_work=dict(counts.in_work),
         unstored=counts.num_results,
         unstored_bytes=counts.results_bytes,
+        unstored_rows_bytes=counts.rows_bytes,
         stored=sum(store["stored"] for store in stores),
         refused=sum(store["refused"] for store in stores),
         failed=sum(store["failed"] for store in stores),

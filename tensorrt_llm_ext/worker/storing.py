@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensorrt_llm_ext.errors import InputError, LeaseLost, StoreError
@@ -25,17 +25,39 @@ from tensorrt_llm_ext.worker.partition import Partition, dataset_folder
 from tensorrt_llm_ext.worker.wanted import check_taps
 
 _IDLE_S = 0.05
+_SWEEP_S = 600.0
+_VECTORS_COMMIT_S = 1.0
+_VECTORS_COMMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """How a writer commits: after so many rows or bytes, or so long after the first of them came."""
+    """How a writer commits: after so many rows or bytes, or so long after the first of them came; None: as the taps
+    suggest. A commit of states that is smaller than half a shard writes its last shard again."""
 
     max_rows: int = 1024
-    max_bytes: int = 64 << 20
-    commit_s: float = 1.0
+    max_bytes: int | None = None  # vectors: 64 MiB; states: half a shard
+    commit_s: float | None = None  # vectors: 1 s; states: as late as the broker allows, a quarter of its ack_wait_s
+    shard_bytes: int | None = None  # of a new dataset of states; None: the size that a dataset has, or 512 MiB
     name: str | None = None
     leave_when_idle_s: float | None = None  # end by itself when no answer came for so long
+
+
+@dataclass
+class _Gathered:
+    """The messages of one commit."""
+
+    answers: list[Answer] = field(default_factory=list)
+    readable: list[Delivery] = field(default_factory=list)  # those of the answers
+    unreadable: list[Delivery] = field(default_factory=list)
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.readable) + len(self.unreadable)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(answer.num_bytes for answer in self.answers)
 
 
 def facts_key(partition: int) -> str:
@@ -103,43 +125,56 @@ class StoreWriter:
         """Write for as long as the lease is held; release it at the end."""
         self._events("lease_taken", token=lease.token)
         fence = Fence(dataset_folder(self._out, self.partition).with_suffix(".fence"), lease.token)
-        partition = Partition(self._broker, self.wanted, self._out, self.partition, fence)
+        settings = self.settings
+        partition = Partition(self._broker, self.wanted, self._out, self.partition, fence, shard_bytes=settings.shard_bytes)
         self.state, self._last_answer = "storing", time.monotonic()
         try:
             self._publish_facts(partition)
+            swept = float("-inf")
             while not stop.is_set() and not self._is_idle_too_long():
-                self._commit(partition, lease, self._gathered(lease, stop))
+                if time.monotonic() - swept > _SWEEP_S:
+                    self._sweep(partition)
+                    swept = time.monotonic()
+                self._commit(partition, lease, self._gathered(partition, lease, stop))
+            lease.renew()
+            self._sweep(partition)
+            partition.seal()
             lease.release()
         finally:
             partition.close()
 
-    def _gathered(self, lease: Lease, stop: threading.Event) -> list[Delivery]:
+    def _sweep(self, partition: Partition) -> None:
+        if num_items := partition.sweep():
+            self._events("swept", num_items=num_items)
+
+    def _gathered(self, partition: Partition, lease: Lease, stop: threading.Event) -> _Gathered:
         """Answers for one commit."""
-        settings, deliveries, num_bytes, first = self.settings, [], 0, 0.0
-        commit_s = min(settings.commit_s, self.wanted.settings.ack_wait_s / 4)  # committed before they come again
+        settings, gathered, first = self.settings, _Gathered(), 0.0
+        max_bytes = settings.max_bytes or partition.commit_bytes or _VECTORS_COMMIT_BYTES
+        latest_s = self.wanted.settings.ack_wait_s / 4  # committed before they come again
+        commit_s = min(latest_s if partition.commit_bytes else _VECTORS_COMMIT_S, settings.commit_s or latest_s)
         while not stop.is_set():
             lease.renew_when_due(self.wanted.settings.lease_s)
-            room = max(1, (settings.max_bytes - num_bytes) // self.wanted.settings.max_message_bytes)
-            some = self._broker.pull_results(self.partition, min(room, settings.max_rows - len(deliveries)))
-            deliveries += some
-            num_bytes += sum(len(delivery.body) for delivery in some)
+            room = max(1, (max_bytes - gathered.num_bytes) // self.wanted.max_answer_bytes)
+            some = self._broker.pull_results(self.partition, min(room, settings.max_rows - gathered.num_messages))
+            self._read(some, gathered)
             now = time.monotonic()
-            first = first or now if deliveries else 0.0
+            first = first or now if gathered.num_messages else 0.0
             if some:
                 self._last_answer = now
-            if len(deliveries) >= settings.max_rows or num_bytes >= settings.max_bytes:
+            if gathered.num_messages >= settings.max_rows or gathered.num_bytes >= max_bytes:
                 break
             if first and now - first > commit_s or not first and self._is_idle_too_long():
                 break
             if not some:
                 stop.wait(_IDLE_S)
-        return deliveries
+        return gathered
 
-    def _commit(self, partition: Partition, lease: Lease, deliveries: Sequence[Delivery]) -> None:
+    def _commit(self, partition: Partition, lease: Lease, gathered: _Gathered) -> None:
         """Settle the answers, then acknowledge them; before that nothing may be forgotten by the broker."""
-        if not deliveries:
+        if not gathered.num_messages:
             return
-        answers, readable, unreadable = self._read(deliveries)
+        answers = gathered.answers
         lease.renew()
         start = time.monotonic()
         done = partition.commit(answers)
@@ -147,25 +182,23 @@ class StoreWriter:
             self._events("no_work_item", sequence=stray.sequence, request_id=stray.content.request_id)
             self.metrics.refusals.labels("no_work_item").inc()
         self._publish_facts(partition)
-        self._broker.settle(readable, "ack")
-        self._broker.settle(unreadable, "terminate")
+        self._broker.settle(gathered.readable, "ack")
+        self._broker.settle(gathered.unreadable, "terminate")
         self.counts += done
         self.metrics.commits.inc()
         for kind, number in done.items():
             self.metrics.items.labels(kind).inc(number)
         self._events("committed", num_answers=len(answers), seconds=round(time.monotonic() - start, 3), **done)
 
-    def _read(self, deliveries: Sequence[Delivery]) -> tuple[list[Answer], list[Delivery], list[Delivery]]:
-        answers, readable, unreadable = [], [], []
+    def _read(self, deliveries: Sequence[Delivery], gathered: _Gathered) -> None:
         for delivery in deliveries:
             try:
-                answers.append(answer_from_delivery(delivery))
-                readable.append(delivery)
+                gathered.answers.append(answer_from_delivery(delivery))
+                gathered.readable.append(delivery)
             except StoreError as error:  # nothing says which work item it is about: only the log can name it
                 self._events("unreadable", sequence=delivery.sequence, found=error.found)
                 self.metrics.refusals.labels("unreadable").inc()
-                unreadable.append(delivery)
-        return answers, readable, unreadable
+                gathered.unreadable.append(delivery)
 
     def _publish_facts(self, partition: Partition) -> None:
         self._broker.put("facts", facts_key(self.partition), json.dumps({"writer": self.name, **partition.facts()}).encode())

@@ -11,11 +11,12 @@ from itertools import islice
 
 from tensorrt_llm_ext.errors import BrokerError, Refusal
 from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
-from tensorrt_llm_ext.worker.broker import Broker, NotPublished, Published
-from tensorrt_llm_ext.worker.messages import message_from_work
+from tensorrt_llm_ext.worker.broker import Broker, NotPublished, Published, work_subject
+from tensorrt_llm_ext.worker.messages import check_ids, message_from_work
 from tensorrt_llm_ext.worker.wanted import KEY, Wanted, check_priority, check_taps, read_wanted
 
 _ROWS_AT_ONCE = 512
+_Refused = tuple[int, str | None, Refusal]  # of a row: its number and request id
 
 
 @dataclass
@@ -48,8 +49,9 @@ class SubmitReport:
 def make_stream(broker: Broker, wanted: Wanted, *, defaults: Iterable[str] = ()) -> Wanted:
     """Make the stream that asks for this, or go on with one that is there; returns what it asks for.
 
-    ``defaults`` names settings nobody chose: a stream that is there keeps its own. A chat template that writes the date goes on with the date of the first submit. Raises TapError for taps whose rows no
-    message carries, BrokerError with every difference when the stream asks for something else.
+    ``defaults`` names settings nobody chose: a stream that is there keeps its own. A chat template that writes the date goes
+    on with the date of the first submit. Raises TapError and InputError (``check_taps``), BrokerError with every difference
+    when the stream asks for something else.
     """
     check_taps(wanted)
     if broker.get("facts", KEY) is None:
@@ -80,7 +82,8 @@ def submit(
     priority: str = "normal",
     on_refused: Callable[[int, str | None, Refusal], None] = lambda row, request_id, refusal: None,
 ) -> SubmitReport:
-    """Put every row on the stream once: a request id that is there already, with the same tokens, stays as it is.
+    """Put every row on the stream once: a request id that is there already, with the same tokens, stays as it is, whatever
+    its priority.
 
     ``on_refused`` hears of each row that is not there at the end: its number, request id and reason.
     """
@@ -88,8 +91,8 @@ def submit(
     report, stream = SubmitReport(), iter(rows)
     while some := list(islice(stream, _ROWS_AT_ONCE)):
         report.read += len(some)
-        refused = [(row.number, row.request_id, row.refusal) for row in some if isinstance(row, RefusedRow)]
-        accepted = [row for row in some if isinstance(row, AcceptedRow)]
+        refused: list[_Refused] = [(row.number, row.request_id, row.refusal) for row in some if isinstance(row, RefusedRow)]
+        accepted = _with_fitting_ids([row for row in some if isinstance(row, AcceptedRow)], refused)
         refused += _published(accepted, broker, wanted, priority, report)
         for number, request_id, refusal in refused:
             report.refused[refusal.code] += 1
@@ -97,31 +100,59 @@ def submit(
     return report
 
 
+def _with_fitting_ids(rows: Sequence[AcceptedRow], refused: list[_Refused]) -> list[AcceptedRow]:
+    """The rows whose ids messages can carry; the others are added to ``refused``."""
+    kept = []
+    for row in rows:
+        try:
+            check_ids(row.item.request_id, row.item.work_item_id)
+            kept.append(row)
+        except Refusal as refusal:
+            refused.append((row.number, row.item.request_id, refusal))
+    return kept
+
+
 def _published(
     rows: Sequence[AcceptedRow], broker: Broker, wanted: Wanted, priority: str, report: SubmitReport
-) -> list[tuple[int, str, Refusal]]:
+) -> list[_Refused]:
     """Publish rows and count them; the ones the broker did not take, with the reason."""
-    outcomes = broker.publish([message_from_work(row.item, wanted, priority) for row in rows])
-    there = [
-        (row, outcome)
-        for row, outcome in zip(rows, outcomes, strict=True)
-        if isinstance(outcome, Published) and outcome.is_duplicate or isinstance(outcome, NotPublished) and outcome.code == "taken"
-    ]
-    bodies = broker.work([outcome.sequence or 0 for _, outcome in there])
-    known = {id(row): body for (row, _), body in zip(there, bodies, strict=True)}
+    before = _in_other_lanes(rows, broker, wanted, priority)
+    rest = [row for row in rows if id(row) not in before]
+    outcomes = broker.publish([message_from_work(row.item, wanted, priority) for row in rest])
+    there = before | {id(row): outcome.sequence for row, outcome in zip(rest, outcomes, strict=True) if _is_there(outcome)}
+    bodies = dict(zip(there, broker.read("work", [sequence or 0 for sequence in there.values()]), strict=True))
     refused = []
-    for row, outcome in zip(rows, outcomes, strict=True):
-        if id(row) in known:
-            if _token_hash(known[id(row)]) == row.item.token_hash:
-                report.already_submitted += 1
-            else:
-                refused.append((row.number, row.item.request_id, _conflict(row.item.request_id)))
-        elif isinstance(outcome, NotPublished):
+    for row, outcome in zip(rest, outcomes, strict=True):
+        if id(row) in there:
+            continue
+        if isinstance(outcome, NotPublished):
             refused.append((row.number, row.item.request_id, _not_taken(outcome)))
         else:
             report.submitted += 1
             report.num_tokens += len(row.item.token_ids)
+    for row in (row for row in rows if id(row) in there):
+        if _token_hash(bodies[id(row)]) == row.item.token_hash:
+            report.already_submitted += 1
+        else:
+            refused.append((row.number, row.item.request_id, _conflict(row.item.request_id)))
     return refused
+
+
+def _in_other_lanes(rows: Sequence[AcceptedRow], broker: Broker, wanted: Wanted, priority: str) -> dict[int, int]:
+    """Work items of these rows' request ids, of another priority or length, by the row's ``id``.
+
+    The broker itself keeps a request id once in a lane only; of two submits at the same moment the store keeps one.
+    """
+    used, pairs = broker.used_lanes(), []
+    for row in rows:
+        own = wanted.lane_of(len(row.item.token_ids), priority)
+        pairs += [(row, work_subject(lane, row.item.request_id)) for lane in used if lane != own]
+    found = broker.find_work([subject for _, subject in pairs])
+    return {id(row): sequence for (row, _), sequence in zip(pairs, found, strict=True) if sequence is not None}
+
+
+def _is_there(outcome: Published | NotPublished) -> bool:
+    return outcome.is_duplicate if isinstance(outcome, Published) else outcome.code == "taken"
 
 
 def _token_hash(body: bytes | None) -> str | None:

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from tensorrt_llm_ext.errors import BrokerError, InputError, Refusal, TapError
 from tensorrt_llm_ext.fingerprint import canonical_json, fingerprint
 from tensorrt_llm_ext.inputs import TokenPolicy
 from tensorrt_llm_ext.recipes.contract import Contract
+from tensorrt_llm_ext.store import columns_of
 
 FORMAT = "tensorrt_llm_ext.stream"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KEY = "wanted"
 
 PRIORITIES = {"high": 16, "normal": 4, "low": 1}
@@ -38,6 +40,7 @@ class StreamSettings:
     lease_s: float = 15.0  # without renewal for so long, a partition goes to another writer
     max_message_bytes: int = 1 << 20  # of one message: a work item, or one record
     max_results_bytes: int = 1 << 30  # of answers that wait for the store; workers wait beyond it
+    max_rows_bytes: int = 1 << 30  # of the rows of answers too large for a message, in the same way
     deliveries_before_alone: int = 5  # a work item that comes more often runs alone: it may be what ends the workers
     max_alone: int = 3  # times it runs alone; then it is refused as poison
 
@@ -91,6 +94,21 @@ class Wanted:
     def long_tokens(self) -> int:
         """From so many tokens on an item is ``long``: a quarter of the longest, so short ones fill a batch of many."""
         return self.policy.max_length // 4 + 1
+
+    @property
+    def has_states(self) -> bool:
+        """Whether an answer has a row for each token."""
+        return self.contract.taps[0].rows == "all"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the rows of one token; of states only."""
+        return sum(column.hidden_size * np.dtype(column.computed_dtype).itemsize for column in columns_of(self.contract))
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """About the most bytes that an answer takes, rows included."""
+        return self.settings.max_message_bytes + (self.policy.max_length * self.token_bytes if self.has_states else 0)
 
     def lane_of(self, num_tokens: int, priority: str) -> Lane:
         return Lane(priority, LENGTHS[num_tokens >= self.long_tokens])
@@ -187,14 +205,18 @@ def check_priority(priority: str) -> str:
 
 
 def check_taps(wanted: Wanted) -> None:
-    """Raise TapError for taps whose rows a stream's store does not hold."""
-    contract = wanted.contract
-    if many := [tap.spelling(contract.architecture.num_layers) for tap in contract.taps if tap.rows == "all"]:
-        raise TapError(
-            "a stream's store holds one row a request, and these taps give one for each token",
-            expected="rows last or mean",
-            found=", ".join(many),
-            fix="build an engine with taps @last or @mean, or use `trtllm-extract run` for taps @all",
+    """Raise TapError for taps that do not belong into one dataset, InputError for taps @all without a loss mask."""
+    try:
+        columns_of(wanted.contract)
+    except TapError as error:
+        fix = "build an engine with either of them: a stream takes all taps of its engine"
+        raise TapError(error.what, expected=error.expected, found=error.found, fix=fix) from error
+    if wanted.has_states and wanted.policy.loss_mask is None:
+        raise InputError(
+            "a stream of states needs a loss mask",
+            expected="a token policy that says where it comes from: ones, assistant or field",
+            found="a policy without one",
+            fix="make it with token_policy(…, loss_mask='ones')",
         )
 
 

@@ -6,7 +6,6 @@ publishes and then acknowledges. Answers are handed over only after a canary beh
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import socket
@@ -19,17 +18,18 @@ from dataclasses import dataclass
 from tensorrt_llm_ext.errors import ExtractionError, Refusal, RunError, SessionClosed
 from tensorrt_llm_ext.results import Failure, Record
 from tensorrt_llm_ext.runtime import CanaryTicket, Session, Ticket
+from tensorrt_llm_ext.worker.alone import note_run_alone
 from tensorrt_llm_ext.worker.broker import Broker
 from tensorrt_llm_ext.worker.door import admitted
 from tensorrt_llm_ext.worker.events import Events
 from tensorrt_llm_ext.worker.handover import Handover
-from tensorrt_llm_ext.worker.held import Held, HeldItem, budget_of
+from tensorrt_llm_ext.worker.held import Held, HeldItem, budget_of, tokens_to_hold
 from tensorrt_llm_ext.worker.intake import Intake
 from tensorrt_llm_ext.worker.messages import Outcome
 from tensorrt_llm_ext.worker.metrics import Metrics
+from tensorrt_llm_ext.worker.report import WorkReport
 
 _IDLE_S = 0.02
-_BATCHES_TO_CHOOSE_FROM = 4
 _MAX_REOPENED = 3  # in a row, without one proven batch between
 
 
@@ -43,24 +43,6 @@ class WorkerSettings:
     canary_s: float = 5.0
     drain_s: float = 60.0  # for handing over what is computed, once the worker is asked to stop
     leave_when_idle_s: float | None = None  # end by itself when no work came for so long
-
-
-@dataclass(frozen=True)
-class WorkReport:
-    """What a worker did: work items by what became of them, and how full its batches were."""
-
-    name: str
-    answered: int  # records the broker has persisted
-    refused: int  # items it has persisted a reason for: refused, or failed
-    given_back: int  # items that others will do
-    num_tokens: int
-    num_batches: int
-    batch_fill: float | None  # mean of tokens over budget
-    seconds: float
-    busy_seconds: float  # from joining to the last answer that was persisted
-
-    def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
 
 
 class Worker:
@@ -102,7 +84,8 @@ class Worker:
         stop, start = stop or threading.Event(), time.monotonic()
         self.wanted = admitted(self._session, self._broker, self.name)
         limits = self._session.contract.limits
-        self.held = Held(self.settings.max_tokens_in_flight or self._default_tokens())
+        num_batches = self.settings.batches_per_canary + self._session.num_slots
+        self.held = Held(self.settings.max_tokens_in_flight or tokens_to_hold(self.wanted, limits, num_batches))
         self._handover = Handover(self._broker, self.wanted, self.held, self.metrics, self._events)
         self._intake = Intake(self._broker, self.wanted, self.held, self._handover.refuse, self.name, self.facts)
         self.state = "working"
@@ -133,11 +116,6 @@ class Worker:
             "tokens": int(self.metrics.value("extract_tokens_total")),
             "held_tokens": self.held.num_tokens if self.state != "not joined" else 0,
         }
-
-    def _default_tokens(self) -> int:
-        """Enough for the batches that run or wait for a canary, for some to choose from, and for two long items."""
-        num_batches = self.settings.batches_per_canary + self._session.num_slots + _BATCHES_TO_CHOOSE_FROM
-        return num_batches * budget_of(self._session.contract.limits) + 2 * self.wanted.policy.max_length
 
     def _turn(self) -> bool:
         """One step: fill the slots, land the oldest batch; False when there is nothing to do."""
@@ -194,22 +172,13 @@ class Worker:
         return bool(self._in_flight or self._unproven or self._handover.num_open)
 
     def _may_run_alone(self, held: HeldItem) -> bool:
-        """Write down that an item is about to run alone; refuse it when that was written too often and never answered."""
-        key, most = f"alone.{held.delivery.sequence}", self.wanted.settings.max_alone
-        entry = self._broker.get("facts", key)
-        number = int(entry.value) if entry else 0
-        if number < most:
-            self._broker.put("facts", key, str(number + 1).encode())
-            return True
-        refusal = Refusal(
-            "poison",
-            "the work item came again and again, ran alone, and was never answered",
-            expected=f"an answer in {most} runs alone",
-            found=f"delivery {held.delivery.num_delivered}, {number} runs alone",
-            fix="look at the logs of the workers that ended while they held it",
-        )
-        self._handover.put(held, Outcome.of_refusal(refusal, held.item.request_id, held.item.work_item_id))
-        return False
+        """Whether a suspect is to run, once more; else it is refused."""
+        try:
+            note_run_alone(self._broker, held, self.wanted.settings.max_alone)
+        except Refusal as refusal:
+            self._handover.put(held, Outcome.of_refusal(refusal, held.item.request_id, held.item.work_item_id))
+            return False
+        return True
 
     def _submit_canary(self) -> None:
         try:

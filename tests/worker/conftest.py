@@ -12,6 +12,7 @@ from nats_server import MISSING, PROGRAM, NatsServer  # noqa: E402
 from toy_engines import LAST, MEAN, Toy, write_engine  # noqa: E402
 from toy_streams import LIMITS, wanted_of  # noqa: E402
 
+from tensorrt_llm_ext.builder import build_engine  # noqa: E402
 from tensorrt_llm_ext.runtime import Session  # noqa: E402
 from tensorrt_llm_ext.worker import Access, InProcessBroker, JetStreamBroker  # noqa: E402
 
@@ -22,6 +23,20 @@ _NAMES = itertools.count()
 def engine(tmp_path_factory):
     """An engine directory with a last and a mean tap; one token's embedding is NaN."""
     return write_engine(tmp_path_factory.mktemp("engine") / "engine", Toy(taps=(LAST, MEAN), limits=LIMITS))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    import tiny
+
+    return tiny.tiny_checkpoint(tmp_path_factory.mktemp("fleet") / "checkpoint", "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_checkpoint):
+    """An engine of a tiny model with its tokenizer, as the verbs need one."""
+    build_engine(tiny_checkpoint, tiny_checkpoint.parent / "engine", taps="final@last", max_seq_len=64, opt_num_tokens=256)
+    return tiny_checkpoint.parent / "engine"
 
 
 @pytest.fixture

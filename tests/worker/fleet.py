@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tensorrt_llm_ext.store import open_vectors
+from tensorrt_llm_ext.store import STATES_NAME, open_states, open_vectors
 from tensorrt_llm_ext.worker import Access, JetStreamBroker, status_of
 
 COMMAND = [sys.executable, "-m", "tensorrt_llm_ext.cli"]
@@ -20,11 +20,11 @@ COMMAND = [sys.executable, "-m", "tensorrt_llm_ext.cli"]
 class Fleet:
     """``num_workers`` workers and a store writer. Its logs lie beside ``out``."""
 
-    def __init__(self, engine: Path, url: str, stream: str, out: Path, num_workers: int) -> None:
+    def __init__(self, engine: Path, url: str, stream: str, out: Path, num_workers: int, store_options: tuple[str, ...] = ()) -> None:
         self._access = ["--broker", url, "--stream", stream]
         self._out = out
         self._words = {f"worker-{n}": ["work", str(engine), "--threads", "1"] for n in range(num_workers)}
-        self._words["store"] = ["store", "--out", str(out / "data")]
+        self._words["store"] = ["store", "--out", str(out / "data"), *store_options]
         self.processes: dict[str, subprocess.Popen] = {}
         self.num_killed: Counter[str] = Counter()
         self.num_ended: Counter[str] = Counter()  # by itself, which nothing here asks for
@@ -62,13 +62,15 @@ class Fleet:
             process.wait()
 
 
-def run_chaos(engine, server, stream, out, *, num_workers, kill_every_s, calm_after, restart_after, timeout_s, seed=0) -> dict:
+def run_chaos(
+    engine, server, stream, out, *, num_workers, kill_every_s, calm_after, restart_after, timeout_s, seed=0, store_options=()
+) -> dict:
     """Kill and restart until every work item is settled; kill and restart the broker once, after ``restart_after`` kills.
 
     ``calm_after``: kills after which nobody is killed any more, so that a small run ends. Returns what happened.
     """
     rng, start = random.Random(seed), time.monotonic()
-    fleet = Fleet(engine, server.url, stream, out, num_workers)
+    fleet = Fleet(engine, server.url, stream, out, num_workers, store_options)
     fleet.start_all()
     next_kill, is_restarted = start + kill_every_s, False
     try:
@@ -104,6 +106,9 @@ def settled(out: Path) -> tuple[list[tuple[int, str]], list[dict]]:
     for folder in sorted((out / "data").glob("part-*.refused.jsonl")):
         lines += [json.loads(line) for line in folder.read_text().splitlines()]
     for folder in sorted(path for path in (out / "data").glob("part-*") if path.is_dir()):
+        if (folder / STATES_NAME).exists():
+            rows += [(one.row + 1, one.request_id) for one in open_states(folder).sequences()]
+            continue
         table = open_vectors(folder).dataset.to_table(columns=["row", "request_id"])
         rows += [(row + 1, name) for row, name in zip(*(column.to_pylist() for column in table.columns), strict=True)]
     return rows, lines

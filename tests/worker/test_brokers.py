@@ -8,7 +8,8 @@ import pytest
 from toy_streams import QUICK, result_message, work_message
 
 from tensorrt_llm_ext.errors import BrokerError, InputError
-from tensorrt_llm_ext.worker import InProcessBroker, NotPublished, Published
+from tensorrt_llm_ext.worker import InProcessBroker, Message, NotPublished, Published
+from tensorrt_llm_ext.worker.broker import rows_subject
 from tensorrt_llm_ext.worker.wanted import LANES
 
 
@@ -58,7 +59,7 @@ def test_work_that_is_done_never_comes_again_and_can_still_be_read(made, wanted)
     while not (again := pulled(made)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [(d.sequence, d.num_delivered) for d in again] == [(3, 2)]
-    assert made.work([2, 1, 9]) == [b"body 1", b"body 0", None]
+    assert made.read("work", [2, 1, 9, 0]) == [b"body 1", b"body 0", None, None]
 
 
 def test_work_comes_again_after_its_deadline_unless_it_was_extended(made, wanted):
@@ -78,6 +79,27 @@ def test_a_request_id_is_taken_once(made, wanted):
     (refused,) = made.publish([work_message(wanted, "a", b"second", is_first=True)])
     assert isinstance(refused, NotPublished) and (refused.code, refused.sequence) == ("taken", 1)
     assert made.counts().num_work == 2
+
+
+def test_work_is_found_by_its_subject_and_lanes_by_their_use_even_when_it_is_done(made, wanted):
+    assert made.used_lanes() == set() and made.find_work([]) == []
+    messages = [work_message(wanted, "a"), work_message(wanted, "b", priority="low")]
+    made.publish(messages)
+    made.settle(pulled(made), "ack")
+    assert made.find_work([messages[1].subject, messages[0].subject, messages[0].subject + "x"]) == [2, 1, None]
+    assert made.used_lanes() == {NORMAL, lane_named("low.short")}
+
+
+def test_rows_lie_under_their_work_item_until_they_are_removed(made):
+    messages = [Message(rows_subject(partition, item), bytes([item])) for partition, item in ((0, 7), (0, 8), (1, 7), (0, 7))]
+    sequences = [outcome.sequence for outcome in made.publish(messages)]
+    made.publish([Message("rows.0.none", b"x")])  # nobody's
+    assert made.read("rows", [*sequences, 99]) == [b"\x07", b"\x08", b"\x07", b"\x07", None]
+    assert made.items_with_rows(0) == [7, 8] and made.items_with_rows(1) == [7]
+    made.remove_rows(0, [7, 9])
+    assert made.read("rows", sequences) == [None, b"\x08", b"\x07", None] and made.items_with_rows(0) == [8]
+    made.remove_chunks([sequences[1], 99])
+    assert made.items_with_rows(0) == [] and made.counts().rows_bytes > 0
 
 
 def test_a_message_id_is_kept_once_even_after_its_message_is_gone(made):

@@ -16,17 +16,17 @@ from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint import Tokenizer
 from tensorrt_llm_ext.inputs import Fields, token_policy
 from tensorrt_llm_ext.recipes import read_contract
+from tensorrt_llm_ext.store import open_states
 from tensorrt_llm_ext.worker import Access, JetStreamBroker, StreamSettings, Wanted, make_stream, status_of
 
 SETTINGS = StreamSettings(num_partitions=1, ack_wait_s=3.0, lease_s=3.0)
+SAME = 1e-4  # of the largest value of a request's rows: another batch rounds float32 in another order
 
 
 @pytest.fixture(scope="module")
-def tiny_engine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fleet")
-    checkpoint = tiny.tiny_checkpoint(folder / "checkpoint", "llama")
-    build_engine(checkpoint, folder / "engine", taps="final@last", max_seq_len=64, opt_num_tokens=256)
-    return folder / "engine"
+def states_engine(tiny_checkpoint):
+    build_engine(tiny_checkpoint, tiny_checkpoint.parent / "states", taps="eagle3", max_seq_len=64, opt_num_tokens=256)
+    return tiny_checkpoint.parent / "states"
 
 
 def command(*words, url, stream):
@@ -47,7 +47,8 @@ def write_prompts(path, num_rows, seed=0):
 def made_stream(engine, url, stream, settings=SETTINGS):
     """A stream with short deadlines, as the verbs make it otherwise."""
     contract = read_contract(engine)
-    policy = token_policy(Fields(ids="ids"), Tokenizer.load(engine), contract.limits)
+    loss_mask = "ones" if contract.taps[0].rows == "all" else None
+    policy = token_policy(Fields(ids="ids"), Tokenizer.load(engine), contract.limits, loss_mask=loss_mask)
     with JetStreamBroker.open(Access(url), stream, name="test") as broker:
         return make_stream(broker, Wanted(contract, policy, settings))
 
@@ -88,14 +89,70 @@ def test_a_small_fleet_under_sigkill_and_a_broker_restart_settles_every_item_onc
     assert status.returncode == 0 and json.loads(status.stdout)["done"] is True
 
 
+def check_states_equal_a_run(engine, prompts, out):
+    """`check` finds nothing, and the rows are those that `run` writes for the same file, within what batches may change."""
+    words = ["run", engine, "--input", prompts, "--out", out / "run", "--ids-field", "ids", "--id-field", "id", "--shard-mib", "4"]
+    subprocess.run([*COMMAND, *map(str, words)], check=True, capture_output=True, timeout=600)
+    for dataset in (out / "data" / "part-0", out / "run"):
+        subprocess.run([*COMMAND, "check", str(dataset)], check=True, capture_output=True, timeout=100)
+    right = {one.request_id: one for one in open_states(out / "run").sequences()}
+    stored = {one.request_id: one for one in open_states(out / "data" / "part-0").sequences()}
+    assert stored.keys() == right.keys() and len(stored) > 0
+    largest = 0.0
+    for request_id, one in stored.items():
+        assert one.token_ids.tolist() == right[request_id].token_ids.tolist()
+        assert one.loss_mask.tolist() == right[request_id].loss_mask.tolist() and one.states.keys() == right[request_id].states.keys()
+        for column, rows in one.states.items():
+            expected = right[request_id].states[column]
+            largest = max(largest, float(np.abs(rows - expected).max() / np.abs(expected).max()))
+    assert largest < SAME
+    return largest
+
+
+def test_states_of_a_small_fleet_under_sigkill_are_those_of_a_run_each_once(states_engine, own_nats_server, tmp_path):
+    """Workers and store killed in any step, the broker restarted: rows by reference, none lost, none twice, none left over."""
+    num_items, prompts = write_prompts(tmp_path / "prompts.jsonl", 200), tmp_path / "prompts.jsonl"
+    made_stream(states_engine, own_nats_server.url, "s", dataclasses.replace(SETTINGS, max_message_bytes=8192, max_rows_bytes=4 << 20))
+    assert submitted(states_engine, prompts, own_nats_server.url, "s").returncode == 0
+    result = run_chaos(
+        states_engine, own_nats_server, "s", tmp_path, num_workers=2, kill_every_s=1.2, calm_after=5, restart_after=1, timeout_s=200,
+        store_options=("--shard-mib", "1"),
+    )  # fmt: skip
+    check_every_item_once(tmp_path, num_items, result)
+    assert result["killed"].total() >= 2 and result["broker_restarted"] and not result["ended"]
+    check_states_equal_a_run(states_engine, prompts, tmp_path)
+    assert result["status"].unstored_rows_bytes == 0
+
+
 def test_a_worker_of_another_engine_exits_non_zero_field_by_field(tiny_engine, nats_server, tmp_path):
-    made_stream(tiny_engine, nats_server.url, "door")
+    made_stream(tiny_engine, nats_server.url, "door", dataclasses.replace(SETTINGS, lease_s=60.0))
     other = write_engine(tmp_path / "other", Toy())
     result = command("work", other, url=nats_server.url, stream="door")
     error = json.loads(result.stdout)
     assert result.returncode == 1 and error["error"] == "NotAdmitted"
     for field in ("model", "checkpoint", "tokenizer", "engine", "length"):
         assert field in error["expected"] and field in error["found"]
+    words = [*COMMAND, "broker-status", "--broker", nats_server.url, "--stream", "door"]
+    status = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    (workers,) = (line for line in status.stdout.splitlines() if line.startswith("workers"))
+    assert "not admitted: other model, checkpoint, tokenizer" in workers and len(workers) < 200 and status.stderr == ""
+
+
+@pytest.mark.slow
+def test_500_items_of_smollm2_for_training_under_sigkill_are_those_of_a_run(own_nats_server, tmp_path):
+    """EAGLE-3's four taps: 9 kB a token, so that nearly every answer goes by reference."""
+    engine, prompts = tmp_path / "engine", tmp_path / "prompts.jsonl"
+    build_engine(tiny.smollm2_gguf(), engine, taps="eagle3", max_seq_len=512)
+    num_items = write_prompts(prompts, 500)
+    made_stream(engine, own_nats_server.url, "s", dataclasses.replace(SETTINGS, ack_wait_s=15.0, lease_s=6.0, max_message_bytes=1 << 16))
+    assert submitted(engine, prompts, own_nats_server.url, "s").returncode == 0
+    result = run_chaos(
+        engine, own_nats_server, "s", tmp_path, num_workers=2, kill_every_s=8.0, calm_after=12, restart_after=3, timeout_s=1800,
+        store_options=("--shard-mib", "64"),
+    )  # fmt: skip
+    check_every_item_once(tmp_path, num_items, result)
+    largest = check_states_equal_a_run(engine, prompts, tmp_path)
+    print({name: value for name, value in result.items() if name != "status"}, f"largest difference {largest:.2g}")
 
 
 @pytest.mark.slow

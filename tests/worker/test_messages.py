@@ -158,3 +158,26 @@ def test_a_result_that_is_no_answer_is_an_error(wanted, body, headers):
     named = {"own": {**own, "Extract-Format": "tensorrt_llm_ext.record"}, "refusal": own}
     with pytest.raises(StoreError):
         answer_from_delivery(Delivery("results.0.record", body, named[headers] if headers else {}, 1, 1, ""))
+
+
+def test_a_loss_mask_travels_where_the_stream_s_policy_makes_one(wanted):
+    masked = dataclasses.replace(wanted, policy=dataclasses.replace(wanted.policy, loss_mask="field"))
+    mask = (np.arange(len(ITEM.token_ids)) % 3 == 0).astype(np.uint8)
+    value = value_of(masked, dataclasses.replace(ITEM, loss_mask=mask))
+    back = work_from_body(json.dumps(value).encode(), masked)
+    assert back.loss_mask.tolist() == mask.tolist() and back.loss_mask.dtype == np.uint8
+    digits = value["loss_mask"]
+    for wrong in (digits[1:], digits + "0", "2" + digits[1:], None, 0, [0] * len(digits), "٠" + digits[1:]):
+        refusal = refused({**value, "loss_mask": wrong}, masked)
+        assert refusal.code == "bad_loss_mask" and f"text of {len(digits)} digits" in refusal.expected
+    assert refused({**value_of(wanted), "loss_mask": digits}, wanted).code == "bad_loss_mask"
+    assert work_from_body(json.dumps(value_of(wanted)).encode(), wanted).loss_mask is None
+
+
+@pytest.mark.parametrize("name", ["request_id", "work_item_id"])
+def test_an_id_that_no_answer_could_repeat_is_refused_and_not_repeated(wanted, name):
+    value = value_of(wanted, **{name: "é" * 5000})
+    refusal = refused(value, wanted)
+    assert refusal.code == "id_too_long" and refusal.found.startswith("5,000 characters") and len(refusal.found) < 100
+    request_id = request_id_of(json.dumps(value).encode(), wanted.settings.max_message_bytes)
+    assert request_id == (None if name == "request_id" else ITEM.request_id)

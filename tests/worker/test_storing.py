@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from toy_engines import ALL, LAST, Toy, reference, work_item, write_engine
-from toy_streams import LIMITS, QUICK, items, make_stream, wanted_of, work_messages
+from toy_engines import LAST, reference, work_item
+from toy_streams import QUICK, items, make_stream, wanted_of, work_messages
 
-from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, InputError, LeaseLost, StoreError, TapError
+from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, InputError, LeaseLost, StoreError
 from tensorrt_llm_ext.results import State, rows_hash
 from tensorrt_llm_ext.store import Fence, VectorStore, open_vectors
 from tensorrt_llm_ext.worker import InProcessBroker, Message, StoreSettings, StoreWriter
@@ -288,14 +288,9 @@ def test_a_folder_of_another_stream_is_refused(local, wanted, session, tmp_path)
         StoreWriter(other, tmp_path, 0, settings=IDLE).run()
 
 
-def test_a_partition_that_is_not_there_and_taps_of_all_rows_are_refused_at_once(local, tmp_path):
+def test_a_partition_that_is_not_there_is_refused_at_once(local, tmp_path):
     with pytest.raises(InputError, match="the stream has no such partition"):
         StoreWriter(local, tmp_path, 1)
-    engine = write_engine(tmp_path / "engine", Toy(taps=(ALL,), limits=LIMITS))
-    broker = InProcessBroker()
-    make_stream(broker, wanted_of(engine))
-    with pytest.raises(TapError, match="a stream's store holds one row a request"):
-        StoreWriter(broker, tmp_path, 0)
 
 
 @pytest.mark.parametrize("torn", [b'{"seq', b'{"sequence": 3}'])

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import threading
 import time
 
 import pytest
-from toy_engines import ALL, Toy, work_item, write_engine
+from toy_engines import ALL, LAST, Toy, work_item, write_engine
 from toy_streams import LIMITS, QUICK, items, wanted_of
 
-from tensorrt_llm_ext.errors import BrokerError, Refusal, TapError
+from tensorrt_llm_ext.errors import BrokerError, InputError, Refusal, TapError
 from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
 from tensorrt_llm_ext.worker import InProcessBroker, StoreSettings, StoreWriter, Worker, WorkerSettings, make_stream, status_of, submit
 
@@ -38,6 +39,30 @@ def test_the_same_id_with_other_tokens_is_refused_and_a_refused_row_is_told(brok
     assert {(row, request_id, refusal.code) for row, request_id, refusal in told} == {(3, "bad", "too_long"), (0, "a", "conflicting_id")}
 
 
+def test_a_request_id_is_on_the_stream_once_whatever_its_priority_and_length(broker, wanted):
+    make_stream(broker, wanted)
+    work = items(20)
+    submit(rows_of(work[:10]), broker, wanted, priority="low")
+    longer = [dataclasses.replace(item, token_ids=long.token_ids, token_hash=long.token_hash) for item, long in
+              zip(work[:3], [work_item("x", list(range(n, 30))) for n in range(3)], strict=True)]  # fmt: skip
+    for priority in ("high", "normal"):
+        report = submit(rows_of(work), broker, wanted, priority=priority)
+        new = 10 if priority == "high" else 0
+        assert (report.submitted, report.already_submitted, report.refused, report.shortfall) == (new, 20 - new, {}, 0)
+        report = submit(rows_of(longer), broker, wanted, priority=priority)
+        assert (report.submitted, report.refused, report.shortfall) == (0, {"conflicting_id": 3}, 0)
+    assert broker.counts().num_work == 20
+
+
+def test_an_id_too_long_for_every_message_about_it_is_refused(broker, wanted):
+    make_stream(broker, wanted)
+    told = []
+    rows = rows_of([work_item("a" * 4000, [1]), work_item("b" * 4097, [2])])
+    report = submit(rows, broker, wanted, on_refused=lambda *row: told.append(row))
+    assert (report.submitted, report.refused, report.shortfall) == (1, {"id_too_long": 1}, 0)
+    assert told[0][2].found.startswith("4,097 characters") and len(told[0][2].found) < 100
+
+
 def test_an_item_larger_than_a_message_is_refused(engine):
     wanted = wanted_of(engine, dataclasses.replace(QUICK, max_message_bytes=300))
     broker = InProcessBroker()
@@ -57,10 +82,13 @@ def test_a_stream_that_asks_for_something_else_is_an_error_with_the_differences(
     assert (caught.value.expected, caught.value.found) == ("settings.num_partitions 2", "settings.num_partitions 3")
 
 
-def test_taps_of_all_rows_make_no_stream(tmp_path):
-    engine = write_engine(tmp_path / "engine", Toy(taps=(ALL,), limits=LIMITS))
-    with pytest.raises(TapError):
-        make_stream(InProcessBroker(), wanted_of(engine))
+def test_taps_of_one_row_and_of_all_and_states_without_a_loss_mask_make_no_stream(tmp_path):
+    both = write_engine(tmp_path / "both", Toy(taps=(LAST, ALL), limits=LIMITS))
+    with pytest.raises(TapError, match="these taps give both"):
+        make_stream(InProcessBroker(), wanted_of(both))
+    wanted = wanted_of(write_engine(tmp_path / "all", Toy(taps=(ALL,), limits=LIMITS)))
+    with pytest.raises(InputError, match="a stream of states needs a loss mask"):
+        make_stream(InProcessBroker(), dataclasses.replace(wanted, policy=dataclasses.replace(wanted.policy, loss_mask=None)))
 
 
 def test_the_status_follows_items_from_waiting_to_stored(broker, wanted, session, tmp_path):
@@ -71,11 +99,28 @@ def test_the_status_follows_items_from_waiting_to_stored(broker, wanted, session
     Worker(session, broker, settings=WorkerSettings(name="w", leave_when_idle_s=0.3)).run()
     status = status_of(broker)
     assert (status.unstored, status.open, sum(status.waiting.values())) == (21, 21, 0)
-    assert status.workers["w"]["convention"] == "prefix_sum"
+    assert status.workers == {}  # it has left
     for number in (0, 1):
         StoreWriter(broker, tmp_path, number, settings=StoreSettings(leave_when_idle_s=0.3)).run()
     status = status_of(broker)
     assert (status.stored, status.failed, status.open, status.is_done, status.unstored) == (20, 1, 0, True, 0)
     assert status.by_code == {"not_finite": 1} and json.dumps(status.to_dict())
+
+
+def test_a_worker_is_shown_while_it_works_and_one_that_crashed_until_its_presence_ends(broker, wanted, session):
+    make_stream(broker, wanted)
+    stop, worker = threading.Event(), Worker(session, broker, settings=WorkerSettings(name="w"))
+    thread = threading.Thread(target=worker.run, args=(stop,))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while status_of(broker).workers.get("w", {}).get("state") != "working" and time.monotonic() < deadline:
+        time.sleep(0.02)
     time.sleep(QUICK.lease_s * 1.5)
-    assert status_of(broker).workers == {}  # it has left
+    assert status_of(broker).workers["w"]["convention"] == "prefix_sum"  # renewed
+    stop.set()
+    thread.join(30)
+    assert status_of(broker).workers == {}  # at once
+    broker.put("leases", "worker.crashed", b"{}")
+    assert list(status_of(broker).workers) == ["crashed"]
+    time.sleep(QUICK.lease_s * 1.8)
+    assert status_of(broker).workers == {}

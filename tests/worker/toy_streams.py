@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from toy_engines import NAN_TOKEN, work_item
 
@@ -14,18 +16,34 @@ from tensorrt_llm_ext.worker.broker import results_subject, work_subject
 from tensorrt_llm_ext.worker.messages import answer_from_delivery, message_from_work
 
 LIMITS = Limits(max_num_tokens=64, max_batch_size=16, max_seq_len=32, max_padded_tokens=128)
-QUICK = StreamSettings(num_partitions=2, ack_wait_s=1.0, lease_s=1.0, max_message_bytes=1 << 16, deliveries_before_alone=2, max_alone=2)
+QUICK = StreamSettings(
+    num_partitions=2,
+    ack_wait_s=1.0,
+    lease_s=1.0,
+    max_message_bytes=1 << 16,
+    max_results_bytes=64 << 20,
+    max_rows_bytes=64 << 20,
+    deliveries_before_alone=2,
+    max_alone=2,
+)
 
 
 def wanted_of(engine, settings: StreamSettings = QUICK) -> Wanted:
+    """What a stream of this engine asks for; of states with a loss mask."""
     contract = read_contract(engine)
-    return Wanted(contract, token_policy(Fields(ids="ids"), byte_tokenizer(), contract.limits), settings)
+    loss_mask = "ones" if contract.taps[0].rows == "all" else None
+    return Wanted(contract, token_policy(Fields(ids="ids"), byte_tokenizer(), contract.limits, loss_mask=loss_mask), settings)
 
 
 def items(num_items: int, seed: int = 0, max_length: int = 20):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, max_length + 1, size=num_items)
     return [work_item(f"r{i}", rng.integers(0, NAN_TOKEN, size=length)) for i, length in enumerate(lengths)]
+
+
+def masked(work):
+    """The items with a loss mask, each its own."""
+    return [dataclasses.replace(item, loss_mask=(item.token_ids % 2).astype(np.uint8)) for item in work]
 
 
 def work_messages(wanted: Wanted, work, priority: str = "normal") -> list[Message]:

@@ -1,0 +1,83 @@
+"""The parts of one stream of work at a NATS server: three streams with their consumers, and two buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
+
+HEADER_BYTES = 4096
+"""Room for a message's headers, beside its body."""
+
+_DUPLICATES_S = 600.0  # how long the broker knows an answer's message id; the store knows it for ever
+_MAX_UNACKNOWLEDGED = 65536  # of a consumer; what a worker holds is bounded by its tokens
+
+
+async def create_parts(js: Any, stream: str, settings: StreamSettings) -> None:
+    """Make what is not there yet; what is there stays as it is."""
+    for config in _streams(stream, settings):
+        await _add_stream(js, config)
+    consumers = {lane_consumer(lane): ("work", f"work.{lane.name}.>") for lane in LANES}
+    consumers |= {f"part-{n}": ("results", f"results.{n}.>") for n in range(settings.num_partitions)}
+    for name, (part, subject) in consumers.items():
+        await js.add_consumer(f"{stream}_{part}", _consumer(name, f"{stream}.{subject}", settings))
+    await _add_buckets(js, stream, settings)
+
+
+def lane_consumer(lane: Lane) -> str:
+    """The name of the consumer that hands out a lane's work."""
+    return f"work-{lane.priority}-{lane.length}"
+
+
+def _streams(stream: str, settings: StreamSettings) -> list[Any]:
+    from nats.js import api
+
+    largest = settings.max_message_bytes + HEADER_BYTES
+    work = api.StreamConfig(f"{stream}_work", subjects=[f"{stream}.work.>"], max_msg_size=largest, allow_direct=True)
+    results = api.StreamConfig(
+        f"{stream}_results",
+        subjects=[f"{stream}.results.>"],
+        retention=api.RetentionPolicy.WORK_QUEUE,
+        discard=api.DiscardPolicy.NEW,
+        max_bytes=settings.max_results_bytes,
+        max_msg_size=largest,
+        duplicate_window=_DUPLICATES_S,
+    )
+    rows = api.StreamConfig(
+        f"{stream}_rows",
+        subjects=[f"{stream}.rows.>"],
+        discard=api.DiscardPolicy.NEW,
+        max_bytes=settings.max_rows_bytes,
+        max_msg_size=largest,
+        allow_direct=True,
+    )
+    return [work, results, rows]
+
+
+def _consumer(name: str, subject: str, settings: StreamSettings) -> Any:
+    from nats.js import api
+
+    return api.ConsumerConfig(
+        durable_name=name,
+        filter_subject=subject,
+        ack_wait=settings.ack_wait_s,
+        max_deliver=-1,
+        max_ack_pending=_MAX_UNACKNOWLEDGED,
+    )
+
+
+async def _add_stream(js: Any, config: Any) -> None:
+    from nats.js.errors import BadRequestError
+
+    try:
+        await js.add_stream(config)
+    except BadRequestError as error:
+        if error.err_code != 10058:  # the name is in use with another configuration: it stays as it is
+            raise
+
+
+async def _add_buckets(js: Any, stream: str, settings: StreamSettings) -> None:
+    from nats.js import api
+
+    await js.create_key_value(api.KeyValueConfig(f"{stream}_facts"))
+    await js.create_key_value(api.KeyValueConfig(f"{stream}_leases", ttl=settings.lease_s))
