@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tensorrt_llm_ext.errors import BrokerError
+from tensorrt_llm_ext.worker.access import Access
 from tensorrt_llm_ext.worker.broker import (
     Bucket,
     Counts,
@@ -23,7 +24,7 @@ from tensorrt_llm_ext.worker.broker import (
     check_stream_name,
     rows_subject,
 )
-from tensorrt_llm_ext.worker.connection import Access, Connection
+from tensorrt_llm_ext.worker.connection import Connection
 from tensorrt_llm_ext.worker.jetstream_parts import HEADER_BYTES, create_parts, lane_consumer
 from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
 
