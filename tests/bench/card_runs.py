@@ -1,10 +1,10 @@
 """Whole runs on a CUDA card beside the engine's own speed: a file of token ids to a closed dataset. One table, one JSON file.
 
-    python tests/bench/card_runs.py FOLDER [--parts vectors smollm2 states] [--smollm2 GGUF] [--json FILE]
+    python tests/bench/card_runs.py FOLDER [--parts vectors states] [--json FILE]
 
-vectors: the Llama-2-7B shape, FP8, random weights, to a Lance dataset in FOLDER. smollm2: an engine of the real model, where
-the cost of a record shows. states: every token's rows of the taps eagle3, dropped, to /dev/shm, to FOLDER, and what dd writes
-to either. The engine's own speed is one forward pass after another over such a batch that lies on the card.
+Of the Llama-2-7B shape in FP8, with random weights. vectors: ``final@last`` to a Lance dataset in FOLDER. states: every token's
+rows of the taps eagle3, dropped, to /dev/shm, to FOLDER, and what dd writes to either. The engine's own speed is one forward
+pass after another over such a batch that lies on the card. For an engine of a checkpoint there is file_to_dataset.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import machine
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from contenders import ROUNDS, Contender, on_device, sitting
+from ids_files import FIELDS, write_ids
 from our_contenders import pass_over
 from random_sessions import random_session
 from sequential import dd_speed
@@ -35,16 +33,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from fakes import byte_tokenizer  # noqa: E402
 from states_extraction import NoStore  # noqa: E402
 
-from tensorrt_llm_ext.builder import build_engine  # noqa: E402
 from tensorrt_llm_ext.checkpoint.architecture import Architecture  # noqa: E402
-from tensorrt_llm_ext.inputs import Fields, open_input, token_policy  # noqa: E402
+from tensorrt_llm_ext.inputs import open_input, token_policy  # noqa: E402
 from tensorrt_llm_ext.job import Job, run, run_job, window_limits  # noqa: E402
-from tensorrt_llm_ext.recipes import Card  # noqa: E402
 from tensorrt_llm_ext.recipes.contract import Limits  # noqa: E402
-from tensorrt_llm_ext.results.record import Tokenisation  # noqa: E402
 from tensorrt_llm_ext.runtime import Session  # noqa: E402
 
-FIELDS = Fields(ids="ids")
 LENGTH, STATES_LENGTH = 128, 512  # tokens a sequence
 LIMITS = Limits(16384, 1024, 2048, 1 << 40)
 MEMORY = Path("/dev/shm")
@@ -58,8 +52,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         if "vectors" in arguments.parts:
             report["sittings"].append(vectors(Path(folder), arguments.rows))
-        if "smollm2" in arguments.parts:
-            report["sittings"].append(smollm2(Path(folder), arguments.smollm2, arguments.rows))
         if "states" in arguments.parts:
             report["sittings"].append(states(Path(folder), arguments.state_rows, report["notes"]))
     print_report(report)
@@ -72,25 +64,11 @@ def vectors(folder: Path, num_rows: int, a: Architecture = LLAMA_2_7B, limits: L
     """One long run: the card is timed before and after, as hot as the run left it."""
     name, session = "llama-2-7b fp8", _random_session(a, "final@last", limits)
     with session:
-        prompts = _written_ids(folder / "vectors.jsonl", num_rows, LENGTH, a.vocab_size)
+        prompts = folder / "vectors.jsonl"
+        write_ids(prompts, num_rows, LENGTH, a.vocab_size)
         passes = [_passes(session, f"{name} passes, {when}", LENGTH) for when in ("before", "after")]
         ours = _run(session, f"{name} run to Lance", prompts, folder / "vectors", num_rows * LENGTH, [p.name for p in passes])
         return sitting("vectors", [passes[0], ours, passes[1]], num_rounds=1)
-
-
-def smollm2(folder: Path, gguf: Path, num_rows: int, card: Card | str = "h200") -> dict:
-    """Short runs of the real model, in turn with the card's own speed and with a run whose records are dropped."""
-    name, engine = "smollm2-135m bfloat16", folder / "smollm2"
-    build_engine(gguf, engine, recipe="smollm2-135m", card=card)
-    with Session.open(engine, tokenisation=Tokenisation("given")) as session:
-        passes, num_tokens = _passes(session, f"{name} passes", LENGTH), num_rows * LENGTH
-        contenders = [passes]
-        for kind in ("jsonl", "parquet"):
-            prompts = _written_ids(folder / f"smollm2.{kind}", num_rows, LENGTH, session.contract.architecture.vocab_size)
-            for what, is_stored in (("dropped", False), ("to Lance", True)):
-                run_name = f"{name} run from {kind}, {what}"
-                contenders.append(_run(session, run_name, prompts, folder / "out", num_tokens, [passes.name], is_stored=is_stored))
-        return sitting("smollm2", contenders)
 
 
 def states(
@@ -107,7 +85,8 @@ def states(
         notes.append(f"states in {MEMORY} are left out: {2 * num_bytes / 1e9:.1f} GB are not free there")
     try:
         with session:
-            prompts = _written_ids(folder / "states.jsonl", num_rows, STATES_LENGTH, a.vocab_size)
+            prompts = folder / "states.jsonl"
+            write_ids(prompts, num_rows, STATES_LENGTH, a.vocab_size)
             passes = _passes(session, f"{name} passes", STATES_LENGTH)
             contenders = [passes, _run(session, f"{name} run, dropped", prompts, folder / "out", num_tokens, [passes.name], is_stored=False)]
             for place, path in places.items():
@@ -132,16 +111,6 @@ def _binding(ratios: dict[str, float], ours: str, limits: dict[str, str]) -> str
 def _random_session(a: Architecture, taps: str, limits: Limits) -> Session:
     engine = random_engine(a, taps=taps, precision="fp8", limits=limits)
     return random_session(engine, contract_of(a, taps=taps, precision="fp8", limits=limits))
-
-
-def _written_ids(path: Path, num_rows: int, length: int, vocab_size: int) -> Path:
-    ids = np.random.default_rng(0).integers(3, vocab_size, (num_rows, length))
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"ids": list(ids.astype(np.int32))}), path)
-    else:
-        with open(path, "w") as file:
-            file.writelines(json.dumps({"ids": row.tolist()}) + "\n" for row in ids)
-    return path
 
 
 def _passes(session: Session, name: str, length: int) -> Contender:
@@ -195,14 +164,10 @@ def _dd(folder: Path, num_bytes: int) -> Callable[[], float]:
 def _arguments() -> argparse.Namespace:
     parser = machine.arguments(__doc__)
     parser.add_argument("folder", type=Path, help="on the disk to measure")
-    parser.add_argument("--parts", nargs="*", choices=("vectors", "smollm2", "states"), default=["vectors", "smollm2", "states"])
-    parser.add_argument("--smollm2", type=Path, help="the GGUF file of SmolLM2-135M")
+    parser.add_argument("--parts", nargs="*", choices=("vectors", "states"), default=["vectors", "states"])
     parser.add_argument("--rows", type=int, default=50_000, help="sequences of 128 tokens for the vectors")
     parser.add_argument("--state-rows", type=int, default=384, help="sequences of 512 tokens for the states: 6.4 GB")
-    arguments = parser.parse_args()
-    if "smollm2" in arguments.parts and arguments.smollm2 is None:
-        parser.error("the part smollm2 needs --smollm2 GGUF")
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
