@@ -2,16 +2,13 @@
 
 A sequence that fits one tile is computed by ``_short``, a head a program, in two halves: the first half's queries see no
 key of the second, and a sequence of half a tile or less costs half as much. A longer one has its keys rotated in place
-beforehand, since each is read many times, and is computed by ``_long``: a fixed number of programs share its heads and
-half tiles, since how many there are is known on the card alone. Which of the two computes a sequence depends on the
-sequence alone, and tiles begin at its first token, so a result does not depend on the batch.
+beforehand, since each is read by many programs, and is computed by ``_long``, half a tile of queries a program. Which of
+the two depends on the sequence alone, and tiles begin at its first token, so a result does not depend on the batch.
 
 The two halves of a query or key are kept apart: rope turns them against each other, and their dot products add.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -21,17 +18,16 @@ from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Rop
 
 BM = 128  # queries of a tile
 _MAX_HEADS = 16  # of a program that rotates keys
-_PROGRAMS_PER_PROCESSOR = 4  # of those that share the long sequences: more than run at a time, so that none is waited for long
 _LOG2_E = 1.4426950408889634
 
 
 def layout(lengths: torch.Tensor, num_tokens: int, space: torch.Tensor) -> Layout:
-    """See ``plain.layout``. ``space`` holds the starts, the number of tiles of sequences longer than one, and these."""
+    """See ``plain.layout``. ``space`` holds the starts, then the tiles of the sequences that are longer than one."""
     batch_size = len(lengths)
     num_tiles = num_tokens // BM + min(batch_size, num_tokens // (BM + 1))  # at most: each ends in one that is not full
     starts = space[:batch_size]
-    tiles = space[batch_size : batch_size + 3 * (1 + num_tiles)].view(1 + num_tiles, 3)
-    _layout[(batch_size,)](lengths, starts, tiles, batch_size, BM=BM, BLOCK=1024, num_warps=4)
+    tiles = space[batch_size : batch_size + 3 * num_tiles].view(num_tiles, 3)
+    _layout[(batch_size,)](lengths, starts, tiles, batch_size, num_tiles, BM=BM, BLOCK=1024, num_warps=4)
     return Layout(lengths, starts, num_tokens, tiles)
 
 
@@ -48,14 +44,13 @@ def attention(
         qkv, out, where.starts, where.lengths, *tables, q_norm, k_norm, eps, scale, qkv.stride(0), out.stride(0),
         *sizes, **shape, num_warps=4,
     )  # fmt: skip
-    most_tiles = len(where.tiles) - 1
-    if not most_tiles or len(rope.cos) <= BM:
+    if not len(where.tiles) or len(rope.cos) <= BM:
         return  # no sequence is longer than a tile
     at_once = _largest_divisor(heads.num_kv_heads)
-    _rotate_keys[(most_tiles, heads.num_kv_heads // at_once)](
+    _rotate_keys[(len(where.tiles), heads.num_kv_heads // at_once)](
         qkv, where.tiles, *tables, k_norm, eps, qkv.stride(0), heads.num_heads, **shape, AT_ONCE=at_once, num_warps=8
     )
-    _long[(min(2 * most_tiles * heads.num_heads, _num_programs(qkv.device)),)](
+    _long[(heads.num_heads, 2 * len(where.tiles))](
         qkv, out, where.tiles, *tables, q_norm, eps, scale, qkv.stride(0), out.stride(0), *sizes, **shape,
         BN=64, STAGES=3, num_warps=4,
     )  # fmt: skip
@@ -65,14 +60,9 @@ def _largest_divisor(num_heads: int) -> int:
     return next(count for count in range(_MAX_HEADS, 0, -1) if num_heads % count == 0)
 
 
-@lru_cache(maxsize=None)
-def _num_programs(device: torch.device) -> int:
-    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@triton.jit(do_not_specialize=["batch_size"])
-def _layout(lengths, starts, tiles, batch_size, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """Program b finds where sequence b and its tiles begin, and writes them; the last also counts the tiles."""
+@triton.jit(do_not_specialize=["batch_size", "num_tiles"])
+def _layout(lengths, starts, tiles, batch_size, num_tiles, BM: tl.constexpr, BLOCK: tl.constexpr):
+    """Program b finds where sequence b and its tiles begin, and writes them; the last also ends the list."""
     index = tl.program_id(0)
     start = 0
     first_tile = 0
@@ -86,12 +76,13 @@ def _layout(lengths, starts, tiles, batch_size, BM: tl.constexpr, BLOCK: tl.cons
     tl.store(starts + index, start)
     for tile in range(own_tiles):
         # The last queries of a sequence see the most keys: they go first.
-        place = tiles + 3 * (first_tile + own_tiles - tile)
+        place = tiles + 3 * (first_tile + own_tiles - 1 - tile)
         tl.store(place, start)
         tl.store(place + 1, tile * BM)
         tl.store(place + 2, length)
     if index == batch_size - 1:
-        tl.store(tiles, first_tile + own_tiles)
+        for tile in range(first_tile + own_tiles, num_tiles):
+            tl.store(tiles + 3 * tile + 2, 0)
 
 
 @triton.jit
@@ -180,10 +171,10 @@ def _rotate_keys(
     qkv, tiles, cos_table, sin_table, k_norm, eps, stride, num_heads,
     HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    if tl.program_id(0) >= tl.load(tiles):
-        return
-    tile = tiles + 3 * (1 + tl.program_id(0))
+    tile = tiles + 3 * tl.program_id(0)
     length = tl.load(tile + 2)
+    if length == 0:
+        return
     positions = tl.load(tile + 1) + tl.arange(0, BM)
     half = tl.arange(0, HALF)[None, :]
     mask = (positions < length)[:, None] & (half < HALF_DIM)
@@ -204,36 +195,35 @@ def _long(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = BM // 2
+    head = tl.program_id(0)
+    tile = tiles + 3 * (tl.program_id(1) // 2)
+    length = tl.load(tile + 2)
+    first_query = tl.load(tile + 1) + (1 - tl.program_id(1) % 2) * Q
+    if (length == 0) | (first_query >= length):
+        return
+    start = tl.load(tile).to(tl.int64)
+    queries = first_query + tl.arange(0, Q)
     half = tl.arange(0, HALF)[None, :]
     whole = tl.arange(0, 2 * HALF)[None, :]
-    for item in range(tl.program_id(0), 2 * num_heads * tl.load(tiles), tl.num_programs(0)):
-        head = item % num_heads
-        tile = tiles + 3 * (1 + item // num_heads // 2)
-        length = tl.load(tile + 2)
-        first_query = tl.load(tile + 1) + (1 - item // num_heads % 2) * Q
-        start = tl.load(tile).to(tl.int64)
-        queries = first_query + tl.arange(0, Q)
-        is_row = (queries < length)[:, None]
-        q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + half
-        at = queries[:, None] * HALF_DIM + half
-        q1, q2 = _turned(q, is_row & (half < HALF_DIM), cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
-        k = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
-        v = k + num_kv_heads * 2 * HALF_DIM
-        highest = tl.full([Q], -1.0e30, tl.float32)
-        total = tl.zeros([Q], tl.float32)
-        mixed = tl.zeros([Q, 2 * HALF], tl.float32)
-        # The second half of a sequence's last tile may hold no query: then there is nothing to do.
-        end = tl.where(first_query < length, tl.minimum(first_query + Q, length), 0)
-        for base in tl.range(0, tl.minimum(first_query, end), BN, num_stages=STAGES):  # every query sees all of these keys
-            highest, total, mixed = _attend(
-                q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride, HALF_DIM, HALF, BN, IS_EDGE=False
-            )
-        for base in tl.range(first_query, end, BN, num_stages=STAGES):
-            highest, total, mixed = _attend(
-                q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride, HALF_DIM, HALF, BN, IS_EDGE=True
-            )
-        o = out + (start + queries)[:, None] * out_stride + head * 2 * HALF_DIM + whole
-        tl.store(o, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
+    is_row = (queries < length)[:, None]
+    q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + half
+    at = queries[:, None] * HALF_DIM + half
+    q1, q2 = _turned(q, is_row & (half < HALF_DIM), cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    k = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
+    v = k + num_kv_heads * 2 * HALF_DIM
+    highest = tl.full([Q], -1.0e30, tl.float32)
+    total = tl.zeros([Q], tl.float32)
+    mixed = tl.zeros([Q, 2 * HALF], tl.float32)
+    for base in tl.range(0, first_query, BN, num_stages=STAGES):  # every query sees all of these keys
+        highest, total, mixed = _attend(
+            q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride, HALF_DIM, HALF, BN, IS_EDGE=False
+        )
+    for base in tl.range(first_query, tl.minimum(first_query + Q, length), BN, num_stages=STAGES):
+        highest, total, mixed = _attend(
+            q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride, HALF_DIM, HALF, BN, IS_EDGE=True
+        )
+    o = out + (start + queries)[:, None] * out_stride + head * 2 * HALF_DIM + whole
+    tl.store(o, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
 
 
 @triton.jit

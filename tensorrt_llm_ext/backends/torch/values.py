@@ -105,9 +105,9 @@ class Norm:
 class Layout:
     """Where the batch's sequences lie among its packed rows. ``lengths`` and ``starts`` are int32 ``[B]``.
 
-    ``tiles`` (int32 ``[1 + most_tiles, 3]``) begins with the number of tiles and goes on with a row for each: first row of
-    the sequence, position of the tile's first query, length of the sequence. It divides the queries of long sequences
-    among a kernel's programs. The plain operations need none.
+    ``tiles`` (int32 ``[num_tiles, 3]``: first row of the sequence, position of the tile's first query, length of the
+    sequence; length 0: no tile) divides the queries of all sequences among a kernel's programs. The plain operations
+    need none.
     """
 
     lengths: torch.Tensor
