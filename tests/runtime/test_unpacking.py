@@ -1,12 +1,14 @@
 """A request's rows become a record of its own, or a failure that says why not."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
 from toy_engines import ALL, HIDDEN_SIZE, LAST, MEAN, Toy, toy_contract, work_item
 
 from tensorrt_llm_ext.results.record import Failure, Record, Tokenisation, origin_from_contract
+from tensorrt_llm_ext.runtime import unpacking
 from tensorrt_llm_ext.runtime.pipeline import Returned
 from tensorrt_llm_ext.runtime.unpacking import record, records, unpack
 
@@ -53,7 +55,10 @@ def as_text(answers):
 
 @pytest.mark.parametrize("taps", [(LAST,), (LAST, MEAN), (ALL,), (LAST, ALL)])
 @pytest.mark.parametrize("fault", ["none", "not finite", "another token", "another hash"])
-def test_a_batch_answers_as_its_requests_do_one_by_one(taps, fault):
+@pytest.mark.parametrize("num_cores", [2, 16])
+def test_a_batch_answers_as_its_requests_do_one_by_one(taps, fault, num_cores, monkeypatch):
+    monkeypatch.setattr(unpacking, "_record_threads", lru_cache(unpacking._record_threads.__wrapped__))
+    monkeypatch.setattr(unpacking.os, "sched_getaffinity", lambda process: set(range(num_cores)))
     contract = toy_contract(Toy(taps=taps))
     batch, items = a_batch(contract), list(ITEMS)
     if fault == "not finite":
@@ -68,6 +73,7 @@ def test_a_batch_answers_as_its_requests_do_one_by_one(taps, fault):
         for item, (ran, rows) in zip(items, unpack(batch, contract), strict=True)
     ]
     assert as_text(answers) == as_text(expected) and len(answers) == 4
+    assert unpacking._record_threads.cache_info().currsize == (ALL in taps)
     assert sum(isinstance(answer, Failure) for answer in answers) == (fault != "none")
     for answer in answers:
         for state in answer.states if isinstance(answer, Record) else ():
