@@ -23,6 +23,8 @@ from pathlib import Path
 import onnxruntime
 
 from tensorrt_llm_ext.builder.canaries import make_canaries
+from tensorrt_llm_ext.builder.fp8_canaries import Fp8Oracle, check_fp8_canaries
+from tensorrt_llm_ext.builder.layerwise import layer_states
 from tensorrt_llm_ext.builder.ort_engine import write_ort_engine
 from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.builder.torch_engine import write_torch_engine
@@ -131,13 +133,18 @@ def _build(
     with published(out) as folder:
         parts = write(checkpoint, folder, settings, progress)
         checkpoint.tokenizer().save(folder)
+        oracle = Fp8Oracle(parts.fp8) if parts.fp8 else layer_states
         canaries = make_canaries(
             checkpoint,
             settings.taps,
             settings.precision,
             lambda done, total: progress("canaries", done, total),
             max_seq_len=settings.limits.max_seq_len,
+            oracle=oracle,
         )
+        if parts.fp8:
+            distance = check_fp8_canaries(checkpoint, settings, canaries, oracle.rounded)
+            parts.build["canary_distance_of_fp8"] = round(distance, 4)
         files = _hashed(folder, parts, lambda done, total: progress("fingerprint", done, total + 1))
         contract = _contract(checkpoint, settings, parts, canaries, files, started)
         progress("fingerprint", len(files) + 1, len(files) + 1)

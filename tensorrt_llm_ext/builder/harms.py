@@ -16,7 +16,7 @@ from tensorrt_llm_ext.builder.layerwise import Step, batches_of, embedded
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, product_linears
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
 from tensorrt_llm_ext.graph.fp8 import rounded_to_fp8
-from tensorrt_llm_ext.graph.layer_model import INPUT_SCALE, layer_model, norm_model
+from tensorrt_llm_ext.graph.layer_model import input_scale, layer_model, norm_model
 from tensorrt_llm_ext.graph.layers import layer_prefix
 from tensorrt_llm_ext.graph.quantisation import LinearScales
 from tensorrt_llm_ext.recipes.contract import row_cosines
@@ -64,7 +64,7 @@ def product_harms(
         moved = {product: exact.run(prefix, weights, states, batches) for product, states in moved.items()}
         for part, step in rounding.items():
             product = f"{layer}.{part}"
-            moved[product] = step.run(prefix, weights | _rounded(weights, prefix, product, scales), x, batches)
+            moved[product] = step.run(prefix, weights | rounded(weights, prefix, product_linears(product), scales), x, batches)
         x = exact.run(prefix, weights, x, batches)
         progress(layer + 1, num_layers)
     if num_layers == checkpoint.architecture.num_layers:
@@ -96,14 +96,14 @@ def _rounded_to_digits(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _rounded(
-    weights: Mapping[str, np.ndarray], prefix: str, product: str, scales: Mapping[str, LinearScales]
+def rounded(
+    weights: Mapping[str, np.ndarray], prefix: str, linears: Iterable[str], scales: Mapping[str, LinearScales]
 ) -> dict[str, np.ndarray]:
-    """The inputs of a step in which this product is in FP8."""
+    """The inputs of a step in which these linears are in FP8: their weights, rounded, and the scales of their inputs."""
     feed = {}
-    for linear in product_linears(product):
-        name = linear.removeprefix(prefix) + ".weight"
+    for linear in linears:
+        name = linear.removeprefix(prefix)
         channels = scales[linear].weight[:, None]
-        feed[name] = rounded_to_fp8(weights[name], channels).astype(np.float32) * channels
-        feed[INPUT_SCALE] = np.array(scales[linear].activation, np.float32)
+        feed[f"{name}.weight"] = rounded_to_fp8(weights[f"{name}.weight"], channels).astype(np.float32) * channels
+        feed[input_scale(name)] = np.array(scales[linear].activation, np.float32)
     return feed

@@ -51,5 +51,6 @@ def write_ort_engine(
         weight_dtype=FP8 if fp8 else decoder.weight_dtype,
         memory=memory_estimate(checkpoint.architecture, settings, decoder.weight_bytes),
         accepted_runtime=ACCEPTED_RUNTIME,
+        fp8=fp8 and fp8.linears,
         build={"calibration": fp8.facts(checkpoint)} if fp8 else {},
     )

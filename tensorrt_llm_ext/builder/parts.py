@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import tensorrt_llm_ext
+from tensorrt_llm_ext.graph.quantisation import Fp8Linears
 from tensorrt_llm_ext.recipes.contract import MemoryEstimate, Profile, TensorSpec
 
 Progress = Callable[[str, int, int], None]
@@ -26,5 +27,7 @@ class EngineParts:
     profiles: tuple[Profile, ...] = ()
     compiled_from: dict[str, str] | None = None
     """Hashes by name, where ``files`` have other bytes from build to build: then this is the plan's identity."""
+    fp8: Fp8Linears | None = None
+    """What the engine computes in FP8, by scales that are fixed: then its canaries are run with that rounding, too."""
     build: dict = field(default_factory=dict)
     """Facts of the build for the reader; JSON types."""

@@ -101,6 +101,7 @@ def write_trt_engine(
         builder_version=library.version,
         profiles=profiles,
         compiled_from=compiled_from,
+        fp8=fp8 and fp8.linears,
         build={
             "compile_seconds": round(seconds, 3),
             "plan_bytes": plan_bytes,

@@ -7,6 +7,7 @@ no size limit to meet. The code of the layer is that of the whole decoder.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import onnx
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 
 STATES = "states"  # float32 [T, hidden]
 NEXT_STATES = "next_states"  # float32 [T, hidden]
-INPUT_SCALE = "input_scale"  # float32 []
+
+
+def input_scale(linear: str) -> str:
+    """The input, float32 [], by which a layer rounds the input of its ``linear``."""
+    return f"{linear}.input_scale"
 
 
 Operands = Callable[[Graph, str, str], tuple[str, str]]
@@ -35,10 +40,10 @@ def layer_model(
 
     Weights go by their names in the checkpoint without ``layer_prefix``; every layer of a decoder has the same. With
     ``with_input_sizes`` there is an output for each linear, named by it: a scalar, the largest absolute value of its
-    input. The input that the linears ``rounded`` share is rounded to FP8 by one more input, the scalar INPUT_SCALE.
+    input. The inputs of the linears ``rounded`` are rounded to FP8, each by one more input, its ``input_scale``.
     """
     a = checkpoint.architecture
-    operands = _measured if with_input_sizes else _Rounded(rounded) if rounded else None
+    operands = _measured if with_input_sizes else partial(_rounded, rounded) if rounded else None
     g = _graph(checkpoint, layer_prefix(0), operands)
     x = g.input(STATES, "float32", ("T", a.hidden_size))
     layout = layout_inputs(g)
@@ -68,15 +73,8 @@ def _measured(g: Graph, x: str, name: str) -> tuple[str, str]:
     return x, g.weight(f"{name}.weight")
 
 
-class _Rounded:
-    """Operands whose input is rounded, where the linear is one of ``linears``; it is one value for all of them."""
-
-    def __init__(self, linears: Collection[str]) -> None:
-        self._linears = linears
-        self._input: str | None = None
-
-    def __call__(self, g: Graph, x: str, name: str) -> tuple[str, str]:
-        if name in self._linears:
-            self._input = self._input or rounded_value(g, x, g.input(INPUT_SCALE, "float32", ()))
-            x = self._input
-        return x, g.weight(f"{name}.weight")
+def _rounded(linears: Collection[str], g: Graph, x: str, name: str) -> tuple[str, str]:
+    """Operands whose input is rounded, where the linear is one of ``linears``."""
+    if name in linears:
+        x = rounded_value(g, x, g.input(input_scale(name), "float32", ()))
+    return x, g.weight(f"{name}.weight")

@@ -14,15 +14,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
-from tensorrt_llm_ext.builder import build_engine, calibration, canaries, trt_engine
+from tensorrt_llm_ext.builder import build, build_engine, calibration, canaries, trt_engine
 from tensorrt_llm_ext.builder.calibration import calibrate, stored_calibration
 from tensorrt_llm_ext.checkpoint import open_checkpoint
-from tensorrt_llm_ext.checkpoint.layout import product_linears
+from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, product_linears
 from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError, UnsupportedCheckpoint
 from tensorrt_llm_ext.graph import write_decoder
 from tensorrt_llm_ext.graph.fp8 import rounded_to_fp8, scale_of
 from tensorrt_llm_ext.graph.quantisation import Fp8Linears
 from tensorrt_llm_ext.recipes import Recipe, load_card
+from tensorrt_llm_ext.runtime import Session
 from tensorrt_llm_ext.taps import parse_taps
 
 EVERYTHING = Recipe(precision="fp8", fp8_kept=())
@@ -44,6 +45,12 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def may_move_far(monkeypatch):
+    """FP8 moves a tiny random model farther than canaries allow: what is built then is not for use."""
+    monkeypatch.setattr(build, "check_fp8_canaries", lambda *given: 0.0)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "prompts.jsonl"
@@ -53,7 +60,7 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.parametrize("card", ["l40s", "rtx5090", "dgx-spark", ("l40s", "rtx5090")])
-def test_a_plan_multiplies_every_linear_in_fp8(card, checkpoint, text, tmp_path):
+def test_a_plan_multiplies_every_linear_in_fp8(card, checkpoint, text, tmp_path, may_move_far):
     pytest.importorskip("tensorrt_rtx_bindings")
     contract = build_engine(checkpoint, tmp_path / "engine", recipe=EVERYTHING, card=card, calibration=text)
     assert (contract.weight_dtype, contract.activation_dtype) == ("float8_e4m3fn", "fp8")
@@ -67,7 +74,7 @@ def test_a_plan_multiplies_every_linear_in_fp8(card, checkpoint, text, tmp_path)
         assert num_bytes == sizes[0] * sizes[1]
 
 
-def test_the_scales_lie_beside_the_engine_with_the_calibrations_fingerprint(checkpoint, text, tmp_path):
+def test_the_scales_lie_beside_the_engine_with_the_calibrations_fingerprint(checkpoint, text, tmp_path, may_move_far):
     contract = build_engine(checkpoint, tmp_path / "engine", recipe=EVERYTHING, calibration=text)
     with safe_open(tmp_path / "engine" / "scales.safetensors", "numpy") as file:
         assert json.loads(file.metadata()["calibration"])["fingerprint"] == contract.build["calibration"]["fingerprint"]
@@ -151,7 +158,7 @@ def test_other_text_is_another_engine(checkpoint, text, tmp_path):
     assert other.engine_fingerprint() != first.engine_fingerprint()
 
 
-def test_the_products_that_harm_most_are_kept_until_the_rest_is_within_what_is_allowed(checkpoint, text, tmp_path):
+def test_the_products_that_harm_most_are_kept_until_the_rest_is_within_what_is_allowed(checkpoint, text, tmp_path, may_move_far):
     everything = replace(EVERYTHING, fp8_kept=None, fp8_harm=2.0)
     harms = build_engine(checkpoint, tmp_path / "all", recipe=everything, calibration=text).build["calibration"]
     assert harms["kept_products"] == {} and harms["harm_of_fp8"] == harms["harm_of_all_products"] > 0
@@ -196,7 +203,7 @@ def test_backend_torch_measures_nothing_where_the_recipe_names_the_products(chec
 
 
 @pytest.mark.parametrize("method", ["modelopt", "compressed-tensors"])
-def test_scales_of_a_quantised_checkpoint_are_read_and_nothing_is_measured(method, text, tmp_path, monkeypatch):
+def test_scales_of_a_quantised_checkpoint_are_read_and_nothing_is_measured(method, text, tmp_path, monkeypatch, may_move_far):
     monkeypatch.setattr(calibration, "layer_states", lambda *args, **options: pytest.fail("measured"))
     monkeypatch.setitem(canaries.TOLERANCES, "fp8", 0.02)  # a tiny random model's states lie too near for the real one
     folder = tiny.fp8_checkpoint(tmp_path / "checkpoint", method)
@@ -217,8 +224,38 @@ def test_scales_of_a_quantised_checkpoint_are_read_and_nothing_is_measured(metho
         build_engine(folder, tmp_path / "other", card="h200", precision="fp8")
 
 
+def test_the_oracle_foretells_what_the_engine_gives(checkpoint, text, tmp_path):
+    """Backend ort rounds as the oracle does, and neither rounds a product that is kept."""
+    kept = tuple(f"{layer}.{part}" for layer in range(2) for part in PRODUCTS if (layer, part) != (1, "qkv"))
+    recipe = Recipe(precision="fp8", fp8_kept=kept, taps="final@all,final:pre@last")
+    contract = build_engine(checkpoint, tmp_path / "engine", recipe=recipe, calibration=text)
+    with Session.open(tmp_path / "engine") as session:
+        largest = max(distance.distance for distance in session.check_canaries())
+    assert contract.build["canary_distance_of_fp8"] == pytest.approx(largest, rel=0.02) and largest > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("card", "recipe", "fix"),
+    [
+        ("cpu", Recipe(precision="fp8", fp8_harm=2.0), "lower fp8_harm in the recipe, now 2,"),
+        ("l40s", Recipe(precision="fp8", fp8_harm=2.0), "lower fp8_harm in the recipe, now 2,"),
+        ("cpu", EVERYTHING, "name more products in the recipe's fp8_kept"),
+    ],
+)
+def test_an_engine_that_would_fail_its_own_canaries_is_not_published(card, recipe, fix, checkpoint, text, tmp_path, monkeypatch):
+    if card != "cpu":
+        pytest.importorskip("tensorrt_rtx_bindings")
+    for precision, tolerance in (("fp8", 5e-3), ("bfloat16", 3e-3)):  # less than FP8 moves this model
+        monkeypatch.setitem(canaries.TOLERANCES, precision, tolerance)
+    with pytest.raises(BuildError, match="would fail its own canaries") as error:
+        build_engine(checkpoint, tmp_path / "engine", recipe=recipe, card=card, calibration=text)
+    assert fix in error.value.fix and "--precision bfloat16" in error.value.fix
+    assert error.value.expected == f"a distance of at most {0.005 if card == 'cpu' else 0.004:g}"
+    assert float(error.value.found) > 0.005 and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
-def test_a_quantised_checkpoint_is_compiled(precision, tmp_path, monkeypatch):
+def test_a_quantised_checkpoint_is_compiled(precision, tmp_path, monkeypatch, may_move_far):
     pytest.importorskip("tensorrt_rtx_bindings")
     for name in ("fp8", "bfloat16"):
         monkeypatch.setitem(canaries.TOLERANCES, name, 0.02)
