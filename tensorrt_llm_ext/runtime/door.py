@@ -67,9 +67,8 @@ def check_files(engine_path: Path, contract: Contract, *, is_full: bool = False)
 
 
 def _check_ids(items: Sequence[WorkItem]) -> None:
-    counts = Counter(item.request_id for item in items)
-    if len(counts) < len(items):
-        repeated, _ = counts.most_common(1)[0]
+    if len({item.request_id for item in items}) < len(items):
+        repeated, _ = Counter(item.request_id for item in items).most_common(1)[0]
         raise Refusal(
             "duplicate_id",
             f"request id '{repeated}' stands twice in one batch",
@@ -122,9 +121,8 @@ def _check_limits(lengths: Sequence[int], contract: Contract) -> None:
 
 
 def _check_vocabulary(items: Sequence[WorkItem], token_ids: np.ndarray, offsets: np.ndarray, vocab_size: int) -> None:
-    outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
-    if len(outside):
-        row = int(outside[0])
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        row = int(np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))[0])
         index = int(np.searchsorted(offsets, row, side="right")) - 1
         raise Refusal(
             "out_of_vocabulary",
