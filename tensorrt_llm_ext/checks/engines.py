@@ -86,6 +86,8 @@ def _by_name(value: object) -> dict | None:
 
 
 def _text(value: object) -> str | None:
+    if isinstance(value, dict):
+        return f"there, with {', '.join(value)}"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return None if value is None else str(value)

@@ -62,7 +62,7 @@ def test_tensors_and_files_are_told_apart_by_name_not_by_place(built):
     assert fields["tensors in order"][1].endswith("layer_001_pre_all, final_post_last")
     assert not any(field.startswith("tensors.") for field in fields)
     fields = decisive(compare_engines(built(), built(taps="layer:1@all")))
-    assert "final_post_last" in fields["tensors.final_post_last"][0] and fields["tensors.final_post_last"][1] is None
+    assert fields["tensors.final_post_last"] == ("there, with name, role, dtype, shape, location, tap", None)
     assert not any(field.startswith("tensors.layer_001_pre_all") for field in fields)
 
 
