@@ -36,6 +36,7 @@ MEASURED_TOKENS, MEASURED_LENGTH = 1024, 16
 """Of the text, for the harms: each layer runs on them once for every product below it. Of many sequences, the first tokens
 alone: a state early in a sequence leans on few tokens and is the more easily moved."""
 
+_NAME_TEXT = "name a file of prompts like those that will be run: --calibration prompts.jsonl"
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -218,12 +219,17 @@ def _sequences(checkpoint: Checkpoint, path: Path | str | None) -> list[np.ndarr
             fix="name one: --calibration prompts.jsonl",
         )
     fields = Fields(text="text")
-    opened = open_input(str(path or DEMO_PROMPTS), fields)
+    name = str(path or DEMO_PROMPTS)
     try:
+        opened = open_input(name, fields)
         texts = [text_of_row(row, fields.text) for row in opened.rows()]
+    except InputError as error:
+        raise InputError(
+            f"'{name}' cannot be calibrated on: {error.what}", expected=error.expected, found=error.found, fix=_NAME_TEXT
+        ) from error
     except Refusal as refusal:
         raise InputError(
-            f"'{opened.name}' cannot be calibrated on: {refusal.what}",
+            f"'{name}' cannot be calibrated on: {refusal.what}",
             expected=refusal.expected,
             found=refusal.found,
             fix=refusal.fix,
@@ -235,7 +241,7 @@ def _sequences(checkpoint: Checkpoint, path: Path | str | None) -> list[np.ndarr
             f"'{opened.name}' cannot be calibrated on",
             expected=f"at least one prompt, and none of more than {longest} tokens",
             found=f"{max(map(len, sequences))} tokens in the longest" if sequences else "no prompt",
-            fix="name a file of prompts like those that will be run: --calibration prompts.jsonl",
+            fix=_NAME_TEXT,
         )
     return sequences
 

@@ -16,7 +16,11 @@ from tensorrt_llm_ext.cli import verb
 @click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="A Hugging Face folder or a GGUF file.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The engine directory to make.")
 @click.option(
-    "--card", "cards", multiple=True, default=["cpu"], help="A card of build_recipes/cards/, or the path of a TOML file; repeatable."
+    "--card",
+    "cards",
+    multiple=True,
+    default=["cpu"],
+    help="A card of build_recipes/cards/, several with commas, or the path of a TOML file; repeatable.",
 )
 @click.option("--taps", help="For example 'final@last,layer:16@mean', or eagle3.  [default: the recipe's, or final@last]")
 @click.option("--precision", help="float32, float16 …  [default: the recipe's, or the card's first]")
@@ -38,7 +42,7 @@ def command(
     RECIPE is a name of build_recipes/ or the path of a TOML file; without one, sound defaults for any checkpoint that
     is served. Options go before the recipe, the recipe before the card. The engine appears whole, or not at all.
 
-    Several cards (--card l40s --card rtx5090) get one engine: TensorRT-RTX compiles one plan for all their compute
+    Several cards (--card l40s,rtx5090) get one engine: TensorRT-RTX compiles one plan for all their compute
     capabilities. Cards of different backends or hosts are built once for each.
     """
     from tensorrt_llm_ext.builder import build_engine
@@ -51,7 +55,7 @@ def command(
             checkpoint,
             out,
             recipe=recipe,
-            card=cards,
+            card=[name for text in cards for name in _names(text)],
             taps=taps,
             precision=precision,
             max_seq_len=max_seq_len,
@@ -66,3 +70,8 @@ def command(
     peak = contract.build["peak_rss_bytes"] / 1e6
     click.echo(f"Built in {contract.build['seconds']:.1f} s with {peak:,.0f} MB at most: {out}")
     click.echo(f"Next: trtllm-extract run {out} --input prompts.jsonl --out vectors")
+
+
+def _names(text: str) -> list[str]:
+    """The cards of one option: names with commas, or a path, which may hold commas."""
+    return [text] if text.endswith(".toml") else text.split(",")

@@ -265,7 +265,7 @@ def read_contract(engine: Path) -> Contract:
     version = value.get("format_version") if isinstance(value, dict) else None
     if version != FORMAT_VERSION:
         raise ContractError(
-            f"'{path}' has another format version",
+            f"'{path}' is no contract, or one of another format version",
             expected=f"format_version {FORMAT_VERSION}",
             found=f"format_version {version}",
             fix=f"{rebuild}, or use the release that wrote it",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tensorrt_llm_ext.recipes import read_contract
+from tensorrt_llm_ext.recipes import read_contract, toml_file
 
 
 def test_an_engine_with_defaults_is_summed_up_in_words(command, checkpoint_path, tmp_path):
@@ -49,11 +49,27 @@ def test_a_request_that_cannot_be_is_bad_input_and_leaves_nothing(command, check
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_cards_are_named_one_by_one(command, checkpoint_path, tmp_path):
+@pytest.mark.parametrize("cards", [["--card", "rtx5090", "--card", "l40s"], ["--card", "rtx5090,l40s"]], ids=str)
+def test_several_cards_get_one_engine(command, checkpoint_path, tmp_path, cards):
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["build", "--checkpoint", checkpoint_path, "--out", tmp_path / "engine", "--precision", "float16"]
-    result = command(*words, "--card", "rtx5090", "--card", "l40s")
+    result = command(*words, *cards)
     assert result.exit_code == 0 and "compute capability 8.9, 12.0, host linux-x86_64" in result.stdout
+
+
+def test_the_path_of_a_card_may_hold_a_comma(command, checkpoint_path, tmp_path):
+    (tmp_path / "mine, too.toml").write_bytes((toml_file.DATA / "cards" / "cpu.toml").read_bytes())
+    words = ["build", "--checkpoint", checkpoint_path, "--out", tmp_path / "engine", "--card", tmp_path / "mine, too.toml"]
+    assert command(*words).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none", "empty.bin"])
+def test_text_that_cannot_be_calibrated_on_is_bad_input_without_options_of_other_verbs(command, checkpoint_path, tmp_path, name):
+    (tmp_path / "empty.bin").write_bytes(b"")
+    words = ["build", "--checkpoint", checkpoint_path, "--out", tmp_path / "engine", "--precision", "fp8"]
+    result = command(*words, "--calibration", tmp_path / name)
+    assert result.exit_code == 2 and "cannot be calibrated on" in result.stderr
+    assert "--calibration prompts.jsonl" in result.stderr and "--format" not in result.stderr
 
 
 def test_without_a_checkpoint_the_usage_is_wrong(command, tmp_path):
