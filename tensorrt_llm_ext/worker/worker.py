@@ -209,8 +209,7 @@ class Worker:
     def _recover(self, failed: list[HeldItem], error: RunError) -> None:
         """Open the engine again; everything that has no proven answer runs again, the batch that failed one by one."""
         others = [held for held, _ in self._unproven]
-        for batch, _ in self._in_flight:
-            others += batch or []
+        others += [held for batch, _ in self._in_flight for held in batch or []]
         self._in_flight.clear()
         self._unproven, self._since_canary = [], 0
         self._num_reopened += 1
@@ -218,7 +217,10 @@ class Worker:
         self.held.put_back(others)
         self._blame(failed, "engine_failed", error, is_to_blame=not isinstance(error, SessionClosed))
         if self._reopen is None or self._num_reopened > _MAX_REOPENED:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else the error and this frame keep each other, and a ticket with its slot
         self._session.close()
         self._session = self._own_session = self._reopen()
         self.metrics.reopened.inc()

@@ -1,6 +1,7 @@
 """The worker: proven before it joins, every item answered once, acknowledged only after its answer is persisted."""
 
 import dataclasses
+import gc
 import random
 import threading
 import time
@@ -191,6 +192,22 @@ def test_without_a_way_to_reopen_a_failed_batch_ends_the_worker_and_gives_everyt
     assert sum(counts.in_work.values()) == 0
     Worker(session, local, settings=IDLE).run()
     assert len(answers_of(local, wanted)) == 40
+
+
+def test_an_error_that_ends_the_worker_keeps_no_slot_of_the_session(local, wanted, session):
+    """A batch was in flight when the next failed; its ticket must not live on in the error's frames."""
+    local.publish(work_messages(wanted, items(40)))
+    num_batches = iter(range(100))
+    gc.disable()
+    try:
+        with pytest.raises(BackendError):
+            Worker(failing_session(session, lambda item: next(num_batches) > 20), local, settings=IDLE).run()
+        deadline = time.monotonic() + 10
+        while session.stats()["slots_out"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert session.stats()["slots_out"] == 0
+    finally:
+        gc.enable()
 
 
 def test_an_engine_that_never_comes_right_ends_the_worker(local, wanted, session):
