@@ -91,7 +91,7 @@ def test_a_small_fleet_under_sigkill_and_a_broker_restart_settles_every_item_onc
 
 def check_states_equal_a_run(engine, prompts, out):
     """`check` finds nothing, and the rows are those that `run` writes for the same file, within what batches may change."""
-    words = ["run", engine, "--input", prompts, "--out", out / "run", "--ids-field", "ids", "--id-field", "id", "--shard-mib", "4"]
+    words = ["run", engine, "--input", prompts, "--out", out / "run", "--ids-field", "ids", "--id-field", "id", "--shard-mib", "16"]
     subprocess.run([*COMMAND, *map(str, words)], check=True, capture_output=True, timeout=600)
     for dataset in (out / "data" / "part-0", out / "run"):
         subprocess.run([*COMMAND, "check", str(dataset)], check=True, capture_output=True, timeout=100)
@@ -143,14 +143,14 @@ def test_500_items_of_smollm2_for_training_under_sigkill_are_those_of_a_run(own_
     """EAGLE-3's four taps: 9 kB a token, so that nearly every answer goes by reference."""
     engine, prompts = tmp_path / "engine", tmp_path / "prompts.jsonl"
     build_engine(tiny.smollm2_gguf(), engine, taps="eagle3", max_seq_len=512)
-    num_items = write_prompts(prompts, 500)
+    write_prompts(prompts, 500)
     made_stream(engine, own_nats_server.url, "s", dataclasses.replace(SETTINGS, ack_wait_s=15.0, lease_s=6.0, max_message_bytes=1 << 16))
     assert submitted(engine, prompts, own_nats_server.url, "s").returncode == 0
     result = run_chaos(
         engine, own_nats_server, "s", tmp_path, num_workers=2, kill_every_s=8.0, calm_after=12, restart_after=3, timeout_s=1800,
         store_options=("--shard-mib", "64"),
     )  # fmt: skip
-    check_every_item_once(tmp_path, num_items, result)
+    check_every_item_once(tmp_path, 500, result)
     largest = check_states_equal_a_run(engine, prompts, tmp_path)
     print({name: value for name, value in result.items() if name != "status"}, f"largest difference {largest:.2g}")
 
