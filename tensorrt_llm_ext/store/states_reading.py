@@ -65,7 +65,7 @@ class States:
 
 
 def open_states(*paths: Path) -> States:
-    """Open a finished dataset, or all parts of one sharded run together: nothing is renumbered.
+    """Open a finished dataset, or all parts of one sharded run or of one stream together: nothing is renumbered.
 
     Raises ForeignDataset for folders that are not finished datasets of states, or not the parts of one run, each once.
     """
@@ -85,9 +85,12 @@ def open_states(*paths: Path) -> States:
 
 
 def _check_parts(folders: Sequence[Path], headers: Sequence[Header]) -> None:
-    wholes = [Header(h.contract, h.origin, {**h.job, "sharding": None}) for h in headers]
+    wholes = [_whole(header) for header in headers]
     for folder, whole in zip(folders[1:], wholes[1:], strict=True):
         check_same(wholes[0], whole, str(folder))
+    if "stream" in headers[0].job:
+        _check_partitions([header.job["stream"]["partition"] for header in headers])
+        return
     parts = [header.job.get("sharding") or {"index": 0, "count": 1} for header in headers]
     found = sorted((part["count"], part["index"]) for part in parts)
     count = parts[0]["count"]
@@ -97,6 +100,25 @@ def _check_parts(folders: Sequence[Path], headers: Sequence[Header]) -> None:
             expected=", ".join(f"{index}/{count}" for index in range(count)),
             found=", ".join(f"{part['index']}/{part['count']}" for part in parts),
             fix="name every folder of the run once",
+        )
+
+
+def _whole(header: Header) -> Header:
+    """The header without what says which part it is."""
+    job = {**header.job, "sharding": None}
+    if "stream" in job:
+        job["stream"] = {**job["stream"], "partition": None}
+    return Header(header.contract, header.origin, job)
+
+
+def _check_partitions(found: Sequence[int]) -> None:
+    """A partition of a stream may be empty and have no dataset, so they need not be all; but each only once."""
+    if len(set(found)) < len(found):
+        raise ForeignDataset(
+            "these are not partitions of one stream, each once",
+            expected="each partition once",
+            found=", ".join(f"part-{number}" for number in found),
+            fix="name every folder of the stream once",
         )
 
 

@@ -179,6 +179,13 @@ def test_the_verb_s_exit_code_is_the_answer(out):
     assert result.exit_code == 1 and "DAMAGED shard-000001" in result.stdout
 
 
+def test_the_verb_checks_several_datasets_of_vectors_and_one_of_states_side_by_side(original, out, tmp_path):
+    vectors = write_engine(tmp_path / "engine", Toy(taps=(LAST,), limits=LIMITS))
+    run(vectors, original[0], tmp_path / "vectors")
+    result = CliRunner().invoke(main, ["check", *[str(tmp_path / "vectors")] * 2, str(out)])
+    assert result.exit_code == 0 and "Everything is as it was written" in result.stdout
+
+
 def test_show_says_what_it_is(out):
     for path in (out, out / "states"):
         result = CliRunner().invoke(main, ["show", str(path)])

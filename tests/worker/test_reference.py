@@ -13,7 +13,7 @@ from toy_engines import ALL, Toy, reference, work_item, write_engine
 from toy_streams import LIMITS, QUICK, answers_of, items, make_stream, masked, wanted_of, work_messages
 
 from tensorrt_llm_ext.checks.whole import check_dataset
-from tensorrt_llm_ext.errors import DiskFull, LeaseLost, LineageError, RowsLost, StoreError
+from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, LeaseLost, LineageError, RowsLost, StoreError
 from tensorrt_llm_ext.results import Record, payload_from_record
 from tensorrt_llm_ext.runtime import Session
 from tensorrt_llm_ext.store import Fence, StatesStore, open_states
@@ -102,6 +102,25 @@ def test_a_dataset_of_states_grows_from_run_to_run_and_forgets_what_it_has(local
         local.publish(messages)  # again: their rows are gone by now
         assert StoreWriter(local, tmp_path, 0, settings=STORE).run() == {}
     check_stored(tmp_path / "part-0", work)
+
+
+def test_the_partitions_of_a_stream_are_read_together(states_engine, session, tmp_path):
+    wanted = wanted_of(states_engine, dataclasses.replace(SMALL, num_partitions=3))
+    streams = []
+    for name in ("one", "other"):
+        broker = InProcessBroker(name)
+        make_stream(broker, wanted)
+        answered(broker, wanted, session, masked(items(30)))
+        for number in range(3):
+            StoreWriter(broker, tmp_path / name, number, settings=STORE).run()
+        streams.append([tmp_path / name / f"part-{number}" for number in range(3)])
+    stored = open_states(*streams[0])
+    assert sorted(one.request_id for one in stored.sequences()) == sorted(item.request_id for item in items(30))
+    with pytest.raises(ForeignDataset, match="not partitions of one stream, each once"):
+        open_states(streams[0][0], *streams[0])
+    with pytest.raises(ForeignDataset, match="of another engine or another way") as caught:
+        open_states(streams[0][0], streams[1][1])
+    assert "stream.name" in caught.value.expected
 
 
 def test_the_size_of_a_shard_is_that_of_the_dataset_unless_another_is_asked_for(local, wanted, session, tmp_path):
