@@ -101,12 +101,13 @@ def test_a_card_that_is_full_is_told_with_the_numbers_and_nothing_is_left_behind
     torch.cuda.empty_cache()
     before, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
     filler = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
+    full = torch.cuda.memory_allocated()  # torch may count more than the filler's bytes: it takes whole pages
     larger = replace(contract, limits=replace(contract.limits, max_num_tokens=1 << 20))
     with pytest.raises(OutOfMemory, match="does not fit on the card") as error:
         open_engine(engine, larger)
     assert "GB of device memory" in error.value.expected and "GB free on" in error.value.found
     assert "max_num_tokens" in error.value.fix
-    assert torch.cuda.memory_allocated() == before + filler.numel()
+    assert torch.cuda.memory_allocated() == full
     del filler
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() == before
