@@ -10,10 +10,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tensorrt_llm_ext.errors import InputError, LeaseLost, StoreError
+from tensorrt_llm_ext.errors import ExtractionError, InputError, LeaseLost, StoreError
 from tensorrt_llm_ext.store import Fence
 from tensorrt_llm_ext.worker.broker import Broker, Delivery
 from tensorrt_llm_ext.worker.door import wanted_by
@@ -174,10 +175,14 @@ class StoreWriter:
         """Settle the answers, then acknowledge them; before that nothing may be forgotten by the broker."""
         if not gathered.num_messages:
             return
-        answers = gathered.answers
-        lease.renew()
         start = time.monotonic()
-        done = partition.commit(answers)
+        try:
+            lease.renew()
+            done = partition.commit(gathered.answers)
+        except ExtractionError:
+            with suppress(ExtractionError):  # then they come again at their deadline
+                self._broker.settle(gathered.readable + gathered.unreadable, "give_back")
+            raise
         for stray in partition.strays:
             self._events("no_work_item", sequence=stray.sequence, request_id=stray.content.request_id)
             self.metrics.refusals.labels("no_work_item").inc()
@@ -188,7 +193,7 @@ class StoreWriter:
         self.metrics.commits.inc()
         for kind, number in done.items():
             self.metrics.items.labels(kind).inc(number)
-        self._events("committed", num_answers=len(answers), seconds=round(time.monotonic() - start, 3), **done)
+        self._events("committed", num_answers=len(gathered.answers), seconds=round(time.monotonic() - start, 3), **done)
 
     def _read(self, deliveries: Sequence[Delivery], gathered: _Gathered) -> None:
         for delivery in deliveries:

@@ -199,6 +199,9 @@ def test_a_commit_that_fails_leaves_every_answer_with_the_broker(local, wanted, 
         patched.setattr(VectorStore, "commit", lambda self, end: (_ for _ in ()).throw(full))
         with pytest.raises(DiskFull):
             StoreWriter(local, tmp_path, 0, settings=IDLE).run()
+    deliveries = local.pull_results(0, 10)  # at once: they were given back
+    assert len(deliveries) == 5
+    local.settle(deliveries, "give_back")
     time.sleep(QUICK.lease_s * 1.2)
     assert StoreWriter(local, tmp_path, 0, settings=IDLE).run() == {"stored": 5}
 
