@@ -9,7 +9,6 @@
 
 #include "cuda_stream.h"
 #include "host_stream.h"
-#include "id_lines.h"
 #include "pack.h"
 #include "view.h"
 
@@ -185,34 +184,6 @@ void pack_arrays(std::shared_ptr<Layout> layout, const py::array& token_ids, con
         if (last_token_ids->size() != ids.sizes.batch_size) throw py::value_error("last_token_ids must have one value a sequence");
     }
     without_gil([&] { pack(layout, ids, token_ids.size(), *slot, batch, digest_bytes); });
-}
-
-template <class Value>
-py::array_t<Value> array_from(const std::vector<Value>& values) {
-    py::array_t<Value> array(static_cast<py::ssize_t>(values.size()), values.data());
-    py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-    return array;
-}
-
-using ReadLines = py::typing::Tuple<py::array_t<int32_t>, py::array_t<int64_t>, std::optional<py::typing::List<py::str>>>;
-
-ReadLines read_lines(const py::list& lines, const std::string& ids_field, const std::optional<std::string>& request_id_field) {
-    std::vector<py::object> held;  // the lines, whatever becomes of the list meanwhile
-    std::vector<std::string_view> texts;
-    for (const py::handle line : lines) {
-        if (!PyBytes_CheckExact(line.ptr())) break;
-        held.push_back(py::reinterpret_borrow<py::object>(line));
-        texts.emplace_back(PyBytes_AS_STRING(line.ptr()), PyBytes_GET_SIZE(line.ptr()));
-    }
-    IdLines read;
-    without_gil([&] { read = read_id_lines(texts, ids_field, request_id_field); });
-    py::object request_ids = py::none();
-    if (request_id_field) {
-        py::list names(read.request_ids.size());
-        for (size_t i = 0; i < read.request_ids.size(); ++i) names[i] = py::str(read.request_ids[i].data(), read.request_ids[i].size());
-        request_ids = std::move(names);
-    }
-    return py::make_tuple(array_from(read.token_ids), array_from(read.offsets), request_ids);
 }
 
 std::map<std::string, int64_t> arena_stats(const PinnedArena& arena) {
@@ -411,9 +382,6 @@ PYBIND11_MODULE(_runtime, module) {
     module.def("pack", pack_arrays, "layout"_a, "token_ids"_a, "offsets"_a, "slot"_a, py::kw_only(), "convention"_a, "batch"_a, "digest"_a,
                "last_token_ids"_a = py::none(),
                "Write every input of a batch into the slot; sequence i is token_ids[offsets[i]:offsets[i + 1]]. The 16 bytes of digest and the batch's number travel with it. last_token_ids replaces the computed values.");
-    module.def("read_id_lines", read_lines, "lines"_a, "ids_field"_a, "request_id_field"_a = py::none(),
-               "Token ids, offsets, and request ids where their field is named, of JSON lines that hold plain fields and token ids: from the "
-               "first line up to one that is something else. What is read, any JSON parser reads alike.");
     module.def("stats", module_stats, "What the module holds now and did so far, over all its objects.");
     py::module_::import("atexit").attr("register")(py::cpp_function(close_all));
 }

@@ -4,10 +4,9 @@ The C++ runtime: pinned arena, stream, doorbell, packer.
 from __future__ import annotations
 import collections.abc
 import numpy
-import numpy.typing
 import typing
 import typing_extensions
-__all__: list[str] = ['CudaStream', 'Driver', 'HostStream', 'KNOWN_INPUTS', 'Layout', 'PinnedArena', 'Slot', 'Stream', 'Ticket', 'View', 'pack', 'read_id_lines', 'stats']
+__all__: list[str] = ['CudaStream', 'Driver', 'HostStream', 'KNOWN_INPUTS', 'Layout', 'PinnedArena', 'Slot', 'Stream', 'Ticket', 'View', 'pack', 'stats']
 class Driver:
     """
     The CUDA driver, opened by path, with the primary context of one device.
@@ -200,10 +199,6 @@ class View:
 def pack(layout: Layout, token_ids: numpy.ndarray, offsets: numpy.ndarray, slot: Slot, *, convention: str, batch: typing.SupportsInt | typing.SupportsIndex, digest: bytes, last_token_ids: numpy.ndarray | None = None) -> None:
     """
     Write every input of a batch into the slot; sequence i is token_ids[offsets[i]:offsets[i + 1]]. The 16 bytes of digest and the batch's number travel with it. last_token_ids replaces the computed values.
-    """
-def read_id_lines(lines: list, ids_field: str, request_id_field: str | None = None) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int64], list[str] | None]:
-    """
-    Token ids, offsets, and request ids where their field is named, of JSON lines that hold plain fields and token ids: from the first line up to one that is something else. What is read, any JSON parser reads alike.
     """
 def stats() -> dict[str, int]:
     """

@@ -9,7 +9,6 @@ import numpy as np
 from tensorrt_llm_ext.errors import Refusal, nearest_name
 from tensorrt_llm_ext.inputs.rows import Fields, Row
 
-_INT32 = np.iinfo(np.int32)
 _REPR = reprlib.Repr()  # short, and safe for values nested a thousand deep
 _REPR.maxstring = _REPR.maxother = 80
 
@@ -65,14 +64,14 @@ def messages_of_row(row: Row, name: str) -> list[dict]:
 
 
 def token_ids_of_row(row: Row, name: str) -> np.ndarray:
-    """The row's token ids, an array ``[tokens]``; whether the model knows them is checked with the other tokens.
+    """The row's token ids, int32 ``[tokens]``; whether the model knows them is checked with the other tokens.
 
     A reader that has found integers of 32 bits gives them as an array.
     """
     value = _value(row, name)
     if isinstance(value, np.ndarray):
         return value
-    if not isinstance(value, list) or any(type(token) is not int for token in value):  # a bool is not a token
+    if not isinstance(value, list) or not {int}.issuperset(map(type, value)):  # a bool is not a token
         wrong = next((token for token in value if type(token) is not int), None) if isinstance(value, list) else value
         raise Refusal(
             "bad_ids",
@@ -81,15 +80,16 @@ def token_ids_of_row(row: Row, name: str) -> np.ndarray:
             found=_shown(wrong) + (" in the list" if isinstance(value, list) else ""),
             fix="write the ids as whole numbers",
         )
-    if value and not _INT32.min <= min(value) <= max(value) <= _INT32.max:
+    try:
+        return np.array(value, dtype=np.int32)
+    except OverflowError as error:
         raise Refusal(
             "outside_vocabulary",
             "a token id is outside every vocabulary",
             expected="0 to the model's vocabulary",
             found=f"{min(value)} to {max(value)}",
             fix="tokenise with this model's tokenizer",
-        )
-    return np.array(value, dtype=np.int64)
+        ) from error
 
 
 def loss_mask_of_row(row: Row, name: str) -> np.ndarray:

@@ -11,7 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from tensorrt_llm_ext.errors import Refusal
 from tensorrt_llm_ext.fingerprint import token_hashes
+from tensorrt_llm_ext.inputs.fields import request_id_of_row, token_ids_of_row
 from tensorrt_llm_ext.inputs.policy import TokenPolicy
 from tensorrt_llm_ext.inputs.rows import AcceptedRow, Fields, Row
 from tensorrt_llm_ext.results.record import WorkItem
@@ -43,6 +45,42 @@ class IdRows:
             if self.request_ids is not None:
                 values[fields.request_id] = self.request_ids[place]
             yield Row(self.number + place, None if self.line is None else self.line + place, values, fraction)
+
+
+def together(rows: Iterable[Row], fields: Fields) -> Iterator[Row | IdRows]:
+    """Consecutive rows as one; a row that is refused, or whose fields will be, stays by itself.
+
+    Of the other rows' fields only arrays are kept meanwhile.
+    """
+    run: list[tuple] = []
+    for row in rows:
+        if (kept := _kept(row, fields)) is not None:
+            run.append(kept)
+            continue
+        if run:
+            yield _joined(run, fields)
+            run = []
+        yield row
+    if run:
+        yield _joined(run, fields)
+
+
+def _kept(row: Row, fields: Fields) -> tuple | None:
+    if isinstance(row.fields, Refusal):
+        return None
+    try:
+        return row.number, row.line, row.fraction, request_id_of_row(row, fields), token_ids_of_row(row, fields.ids)
+    except Refusal:  # raised again, and told, where rows become work items
+        return None
+
+
+def _joined(run: list[tuple], fields: Fields) -> IdRows:
+    numbers, lines, fractions, request_ids, sequences = zip(*run, strict=True)
+    token_ids = np.concatenate(sequences)
+    token_ids.flags.writeable = False
+    offsets = np.cumsum([0, *map(len, sequences)])
+    has_request_ids = fields.request_id is not None
+    return IdRows(numbers[0], lines[0], token_ids, offsets, list(request_ids) if has_request_ids else None, list(fractions))
 
 
 def one_by_one(rows: Iterable[Row | IdRows], fields: Fields) -> Iterator[Row]:

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import orjson
 
-from tensorrt_llm_ext._runtime import read_id_lines
 from tensorrt_llm_ext.errors import InputError, Refusal
-from tensorrt_llm_ext.inputs.id_rows import IdRows, one_by_one
+from tensorrt_llm_ext.inputs.id_rows import IdRows, one_by_one, together
 from tensorrt_llm_ext.inputs.rows import STANDARD_INPUT, Fields, Row
 
 MAX_LINE_BYTES = 64 << 20  # a line is held in memory as a whole; the longest contexts of today are below 8 MiB of text
 _GROUP_LINES, _GROUP_BYTES = 512, 4 << 20  # lines of token ids that are read together
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SAME_TO_ALL = frozenset({str, int, bool, type(None)})  # types of values that every parser reads alike
 
 
 class LineInput:
@@ -86,26 +87,18 @@ class LineInput:
         for group in _groups(_lines(file)):
             after = fraction()
             fractions = [None] * len(group) if after is None else np.linspace(before, after, len(group) + 1)[1:].tolist()
-            yield from self._rows_of_ids(group, number, fractions)
+            rows = (
+                Row(place, place + 1, self._fields_of(line), behind)
+                for place, (line, behind) in enumerate(zip(group, fractions, strict=True), number)
+            )
+            yield from together(rows, self._fields)
             number, before = number + len(group), after
-
-    def _rows_of_ids(self, lines: list[bytes | Refusal], first: int, fractions: list) -> Iterator[Row | IdRows]:
-        """Lines from row ``first`` on: those that are plain together, any other by itself."""
-        done = 0
-        while done < len(lines):
-            token_ids, offsets, request_ids = read_id_lines(lines[done:], self._fields.ids, self._fields.request_id)
-            if num_rows := len(offsets) - 1:
-                fractions_of_rows = fractions[done : done + num_rows]
-                yield IdRows(first + done, first + done + 1, token_ids, offsets, request_ids, fractions_of_rows)
-                done += num_rows
-            if done < len(lines):
-                number = first + done
-                yield Row(number, number + 1, self._fields_of(lines[done]), fractions[done])
-                done += 1
 
     def _fields_of(self, line: bytes | Refusal) -> dict | Refusal:
         if isinstance(line, Refusal):
             return line
+        if self._is_json and (value := _quickly_parsed(line)) is not None:
+            return value
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
@@ -172,6 +165,26 @@ def _groups(lines: Iterator[bytes | Refusal]) -> Iterator[list[bytes | Refusal]]
             group, num_bytes = [], 0
     if group:
         yield group
+
+
+def _quickly_parsed(line: bytes) -> dict | None:
+    """The line's object, where orjson is sure to read what the json module reads; ``_parsed`` says what any other line is.
+
+    orjson refuses what json takes: NaN, numbers that overflow, lone surrogates. It keeps the last of a key that stands twice, and
+    makes a float of an integer beyond 64 bits. A key has a colon behind it: as many colons as keys, and none stands twice.
+    """
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    is_sure = type(value) is dict and line.count(b":") == len(value) and all(map(_is_same_to_all, value.values()))
+    return value if is_sure else None
+
+
+def _is_same_to_all(value: object) -> bool:
+    if type(value) is list:
+        return _SAME_TO_ALL.issuperset(map(type, value))
+    return type(value) in _SAME_TO_ALL or (type(value) is float and abs(value) < 2**63)
 
 
 def _parsed(line: str) -> dict | Refusal:

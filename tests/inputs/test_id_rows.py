@@ -6,15 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fakes import LIMITS
-from tensorrt_llm_ext._runtime import read_id_lines
-from tensorrt_llm_ext.errors import Refusal
 from tensorrt_llm_ext.fingerprint import token_hash
 from tensorrt_llm_ext.inputs import AcceptedRow, Fields, IdRows, RefusedRow, Row, open_input, token_policy, work_items
-from tensorrt_llm_ext.inputs.lines import _parsed
 
 FIELDS = Fields(ids="ids", request_id="id")
 POLICY = token_policy(FIELDS, None, LIMITS, max_length=5)
@@ -23,98 +18,57 @@ VOCAB_SIZE = 100
 PLAIN = [
     b'{"id": "a", "ids": [1, 2, 3]}',
     b'{"ids":[0],"id":"b c"}',
-    b' \t{ "ids" : [ 1 ,2 ] , "id" : 17 , "text" : "x" , "n" : -1.5e+3 , "b" : true, "c": null, "d": 0 } \r',
-    b'{"id": 0, "ids": [2147483647]}',
+    b' \t{ "ids" : [ 1 ,2 ] , "id" : 17 , "text" : "x: y" , "n" : -1.5e+3 , "b" : true, "c": null, "d": [[{}]] } \r',
+    b'{"id": -1, "ids": [2147483647, -2147483648, -0]}',
+    '{"\\u0069d": "\\ud83d\\ude00", "ids": [], "é": NaN}'.encode(),
+    b'{"id": 99999999999999999999999999, "ids": [1]}',
 ]
-NOT_PLAIN = [
-    b"",
-    b"  ",
-    b"[]",
-    b"{}",
-    b"1",
-    b'{"id": "a"}',
-    b'{"ids": [1]}',
-    b'{"id": "a", "ids": []}',
-    b'{"id": "a", "ids": [1,]}',
-    b'{"id": "a", "ids": [01]}',
-    b'{"id": "a", "ids": [-1]}',
-    b'{"id": "a", "ids": [1.0]}',
-    b'{"id": "a", "ids": [1e1]}',
-    b'{"id": "a", "ids": [true]}',
-    b'{"id": "a", "ids": [null]}',
-    b'{"id": "a", "ids": [2147483648]}',
-    b'{"id": "a", "ids": [99999999999999999999999999]}',
-    b'{"id": "a", "ids": ["1"]}',
-    b'{"id": "a", "ids": [1], "ids": [2]}',
-    b'{"id": "a", "ids": [1], "x": 1, "x": 1}',
-    b'{"id": "a", "ids": [1], "x": [1]}',
-    b'{"id": "a", "ids": [1], "x": {}}',
-    b'{"id": "a", "ids": [1], "x": NaN}',
-    b'{"id": "a", "ids": [1], "x": 01}',
-    b'{"id": "a", "ids": [1], "x": 1.}',
-    b'{"id": "a", "ids": [1], "x": .5}',
-    b'{"id": "a", "ids": [1], "x": -}',
-    b'{"id": "a", "ids": [1], "x": nulls}',
-    b'{"id": "a", "ids": [1], }',
-    b'{"id": "a", "ids": [1]} x',
-    b'{"id": "a", "ids": [1]}{}',
-    b'{"id": "a", "ids": [1]',
-    b'{"id": "a", "ids": [1',
-    b'{"id": "a", "ids": 1}',
-    b'{"id": "a" "ids": [1]}',
-    b'{"id": "a\\n", "ids": [1]}',
-    b'{"\\u0069d": "a", "ids": [1]}',
-    b'{"id": "", "ids": [1]}',
-    b'{"id": null, "ids": [1]}',
-    b'{"id": true, "ids": [1]}',
-    b'{"id": 1.5, "ids": [1]}',
-    b'{"id": -1, "ids": [1]}',
-    b'{"id": 01, "ids": [1]}',
-    '{"id": "é", "ids": [1]}'.encode(),
-    b'{"id": "\xff", "ids": [1]}',
-    b'{"id": "a\x00", "ids": [1]}',
-    b'{"id": "a\x7f", "ids": [1]}',
+REFUSED = [
+    (b"", "empty_row"),
+    (b"[]", "not_an_object"),
+    (b"{}", "missing_field"),
+    (b'{"id": "a"}', "missing_field"),
+    (b'{"ids": [1]}', "missing_field"),
+    (b'{"id": "a", "ids": null}', "missing_field"),
+    (b'{"id": "a", "ids": 1}', "bad_ids"),
+    (b'{"id": "a", "ids": [1, 1.0]}', "bad_ids"),
+    (b'{"id": "a", "ids": [1, 1e1]}', "bad_ids"),
+    (b'{"id": "a", "ids": [1, true]}', "bad_ids"),
+    (b'{"id": "a", "ids": [1, null]}', "bad_ids"),
+    (b'{"id": "a", "ids": [1, "1"]}', "bad_ids"),
+    (b'{"id": "a", "ids": [1, [1]]}', "bad_ids"),
+    (b'{"id": "a", "ids": [1, 2147483648]}', "outside_vocabulary"),
+    (b'{"id": "a", "ids": [1, -2147483649]}', "outside_vocabulary"),
+    (b'{"id": "a", "ids": [1, 99999999999999999999999999]}', "outside_vocabulary"),
+    (b'{"id": "a", "ids": [01]}', "not_json"),
+    (b'{"id": "a", "ids": [1,]}', "not_json"),
+    (b'{"id": "a", "ids": [1]', "not_json"),
+    (b'{"id": "a", "ids": [1]}{}', "not_json"),
+    (b'{"id": "a", "ids": [1], "ids": [1]}', "not_json"),
+    (b'{"id": "a", "ids": [1], "x": [{"y": 1, "y": 1}]}', "not_json"),
+    (b'{"id": "", "ids": [1]}', "bad_request_id"),
+    (b'{"id": true, "ids": [1]}', "bad_request_id"),
+    (b'{"id": 1.0, "ids": [1]}', "bad_request_id"),
+    (b'{"id": "\\ud800", "ids": [1]}', "lone_surrogate"),
+    (b'{"id": "\xff", "ids": [1]}', "not_utf8"),
 ]
 
 
-def plainly_read(lines, request_id_field="id"):
-    token_ids, offsets, request_ids = read_id_lines(lines, "ids", request_id_field)
-    spans = zip(offsets[:-1].tolist(), offsets[1:].tolist())
-    assert not token_ids.flags.writeable and token_ids.dtype == np.int32 and offsets[-1] == len(token_ids)
-    return [token_ids[start:end].tolist() for start, end in spans], request_ids
+def test_lines_of_ids_come_together_with_the_values_that_json_reads(jsonl):
+    (piece,) = open_input(str(jsonl(*PLAIN)), FIELDS).pieces()
+    values = [json.loads(line) for line in PLAIN]
+    assert piece.token_ids.dtype == np.int32 and not piece.token_ids.flags.writeable and (piece.number, piece.line) == (0, 1)
+    assert [row.fields["ids"].tolist() for row in piece.rows(FIELDS)] == [value["ids"] for value in values]
+    assert piece.request_ids == [str(value["id"]) for value in values]
 
 
-def test_plain_lines_are_read_as_json_reads_them():
-    token_ids, request_ids = plainly_read(PLAIN)
-    assert token_ids == [json.loads(line)["ids"] for line in PLAIN]
-    assert request_ids == [str(json.loads(line)["id"]) for line in PLAIN]
-    assert plainly_read([b'{"ids": [4, 5]}'], None) == ([[4, 5]], None)
-    assert plainly_read([]) == ([], [])
-
-
-@pytest.mark.parametrize("line", NOT_PLAIN)
-def test_reading_stops_at_a_line_that_is_not_plain(line):
-    assert plainly_read([*PLAIN, line, *PLAIN]) == plainly_read(PLAIN)
-
-
-def test_reading_stops_at_what_is_not_a_line():
-    refusal = Refusal("line_too_long", "x", expected=1, found=2, fix="x")
-    assert plainly_read([PLAIN[0], refusal, PLAIN[1]]) == plainly_read(PLAIN[:1])
-
-
-PIECES = st.sampled_from('{ } [ ] , : " \\ "id" "ids" "x" 1 0 23 -4 5.5 1e2 true null NaN \t é'.split(" "))
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.one_of(st.lists(PIECES, max_size=14).map("".join), st.tuples(st.sampled_from(PLAIN), PIECES, st.integers(0, 60)).map(
-    lambda parts: parts[0].decode()[: parts[2]] + parts[1] + parts[0].decode()[parts[2] :]
-)))
-def test_a_line_that_counts_as_plain_means_to_json_what_was_read(line):
-    token_ids, request_ids = plainly_read([line.encode()])
-    if token_ids:
-        value = _parsed(line)
-        assert isinstance(value, dict) and value["ids"] == token_ids[0] and str(value["id"]) == request_ids[0]
-        assert all(type(token) is int for token in value["ids"]) and type(value["id"]) in (str, int)
+@pytest.mark.parametrize(("line", "code"), REFUSED)
+def test_a_refused_line_stands_alone_between_those_around_it(jsonl, line, code):
+    pieces = list(open_input(str(jsonl(*PLAIN, line, *PLAIN)), FIELDS).pieces())
+    assert [type(piece) for piece in pieces] == [IdRows, Row, IdRows]
+    assert [(piece.number, piece.line) for piece in pieces] == [(0, 1), (6, 7), (7, 8)]
+    (refused,) = made(pieces[1:2])
+    assert refused.refusal.code == code and refused.line == 7
 
 
 def rows_of_every_kind():

@@ -2,11 +2,16 @@
 
 import gzip
 import io
+import json
 
+import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tensorrt_llm_ext.errors import InputError, Refusal
 from tensorrt_llm_ext.inputs import Fields, lines, open_input
+from tensorrt_llm_ext.inputs.lines import _parsed, _quickly_parsed
 
 
 def rows_of(path, **options):
@@ -48,6 +53,67 @@ def test_a_bad_line_has_its_own_code(jsonl, line, code):
     before, bad, after = rows_of(jsonl(good, line, good))
     assert bad.fields.code == code and bad.line == 2
     assert before.fields == after.fields == {"text": "a"}
+
+
+@pytest.mark.parametrize(
+    "line, orjson_reads",  # None: it refuses the line
+    [
+        ('{"n": 18446744073709551616}', {"n": 2.0**64}),
+        ('{"n": -9223372036854775809}', {"n": -(2.0**63)}),
+        ('{"n": [18446744073709551616]}', {"n": [2.0**64]}),
+        ('{"n": [[18446744073709551616]]}', {"n": [[2.0**64]]}),
+        ('{"n": NaN, "m": -Infinity}', None),
+        ('{"n": 1e400}', None),
+        ('{"text": "\\ud800"}', None),
+        ('{"text": "a", "text": "b"}', {"text": "b"}),
+        ('{"text": "a", "\\u0074ext": "b"}', {"text": "b"}),
+        ('{"text": [{"a": 1, "a": 2}]}', {"text": [{"a": 2}]}),
+        ('{"text": ' + "[" * 1020 + "]" * 1020 + "}", ...),  # deeper than json goes
+        ('{"n": ' + "9" * 5000 + "}", None),
+        ("\ufeff{}", None),
+    ],
+)
+def test_a_line_that_orjson_reads_otherwise_is_what_json_says(jsonl, line, orjson_reads):
+    if orjson_reads is None:
+        with pytest.raises(orjson.JSONDecodeError):
+            orjson.loads(line)
+    else:
+        assert orjson_reads in (orjson.loads(line), ...)
+    _, row = rows_of(jsonl("{}", line))
+    says = _parsed(line)
+    assert repr(row.fields) == repr(says)
+    assert getattr(says, "found", None) == getattr(row.fields, "found", None)
+    assert isinstance(says, Refusal) or repr(says) == repr(json.loads(line))
+
+
+PIECES = st.sampled_from(
+    '{ } [ ] , : " \\ "id" "ids" "x" 1 0 23 -4 -0 -0.0 5.5 1e2 1e19 5e-324 9223372036854775808 true null NaN "\\ud800" \t é'.split(" ")
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+WRITTEN = st.dictionaries(st.text(max_size=3), VALUES, max_size=4).flatmap(
+    lambda value: st.sampled_from([json.dumps(value), json.dumps(value, ensure_ascii=False, separators=(",", ":"))])
+)
+CHANGED = st.tuples(WRITTEN, PIECES, st.integers(0, 60)).map(lambda parts: parts[0][: parts[2]] + parts[1] + parts[0][parts[2] :])
+
+
+@settings(max_examples=600, deadline=None)
+@given(WRITTEN | CHANGED | st.lists(PIECES, max_size=14).map("".join))
+def test_what_orjson_is_trusted_with_is_what_json_says(line):
+    value = _quickly_parsed(line.encode())
+    assert value is None or repr(value) == repr(_parsed(line))
+
+
+@pytest.mark.parametrize(
+    "line", ['{"ids": [1, 2]}', '{"id": 7, "text": "é", "x": -0.5, "y": [null, true, "a"], "z": 9223372036854775807}']
+)
+def test_lines_of_plain_fields_need_no_second_reading(jsonl, line, monkeypatch):
+    monkeypatch.setattr(lines, "_parsed", None)
+    (row,) = rows_of(jsonl(line))
+    assert row.fields == json.loads(line)
 
 
 def test_a_key_that_stands_twice_is_named(jsonl):
