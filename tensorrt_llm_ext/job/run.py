@@ -7,13 +7,11 @@ ever committed that was computed after the engine was last seen right.
 
 from __future__ import annotations
 
-import gc
 import re
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from tensorrt_llm_ext.checkpoint.tokenizer import Tokenizer
@@ -22,6 +20,7 @@ from tensorrt_llm_ext.inputs import AcceptedRow
 from tensorrt_llm_ext.job.ahead import Ahead
 from tensorrt_llm_ext.job.job import InputEnd, Job, opened_store, prepared
 from tensorrt_llm_ext.job.ledgers import FailedLedger, RefusedLedger
+from tensorrt_llm_ext.job.pauses import without_pauses
 from tensorrt_llm_ext.job.report import Meter, Progress, Report
 from tensorrt_llm_ext.job.settled import SettledStretch
 from tensorrt_llm_ext.job.windows import Window
@@ -32,7 +31,6 @@ from tensorrt_llm_ext.store import Store
 _WINDOWS_AHEAD = 2
 _ANSWERS_AHEAD = 16  # batches whose rows may wait for the writer: those of a window that fills while it commits another,
 _BYTES_AHEAD = 256 << 20  # as long as they are not larger than this
-_TURN_S = 2e-4  # of Python's time, where another thread waits for it; the default, 5 ms, is as long as a small model's batch
 
 INTERRUPTED = "interrupted"
 """The code of rows whose window was not committed because the run was asked to stop."""
@@ -55,7 +53,7 @@ def run_job(
     job = prepared(job, session, tokenizer)
     on_progress, stop = on_progress or _ignore, stop or threading.Event()
     with (
-        _without_pauses(),
+        without_pauses(),
         opened_store(job, session) as store,
         closing(FailedLedger(job.out, store.settled_rows)) as failed,
         closing(RefusedLedger(job.out)) as refused,
@@ -65,25 +63,6 @@ def run_job(
         is_whole = job.sharding is None
         run = _Run(session, store, failed, refused, writer, Meter(store), on_progress, stop, is_whole, job.force)
         return run.run(stretches)
-
-
-@contextmanager
-def _without_pauses() -> Iterator[None]:
-    """Let the thread that feeds the engine have the interpreter soon after it asks for it.
-
-    What lives already (half a million objects once torch is imported) is set aside from the garbage collector, which
-    would go through all of it again after every sixty thousand rows, with no thread running meanwhile.
-    """
-    before, is_free = sys.getswitchinterval(), gc.get_freeze_count() == 0
-    sys.setswitchinterval(min(before, _TURN_S))
-    if is_free:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-        if is_free:
-            gc.unfreeze()
 
 
 def _answers_ahead(store: Store, session: Session) -> int:
@@ -231,7 +210,6 @@ class _Run:
             self.report.refused_path = self.refused.path
         except StoreError as full:
             self.report.stopped_by = error or full
-
 
     def _seal(self) -> None:
         try:

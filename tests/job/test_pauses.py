@@ -1,0 +1,54 @@
+"""Pauses: put off while a run lasts, and nothing of it stays."""
+
+import gc
+import sys
+import weakref
+
+import pytest
+
+from tensorrt_llm_ext.job.pauses import without_pauses
+
+
+def interpreter():
+    return sys.getswitchinterval(), gc.get_freeze_count()
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_runs_that_overlap_leave_the_interpreter_as_the_first_found_it(first_to_end):
+    before = interpreter()
+    runs = [without_pauses(), without_pauses()]
+    for run in runs:
+        run.__enter__()
+    runs.pop(first_to_end).__exit__(None, None, None)
+    turn, num_frozen = interpreter()
+    assert turn < before[0] / 10 and num_frozen > 0
+    runs.pop().__exit__(None, None, None)
+    assert interpreter() == before
+
+
+class Engine:
+    """Something large that is in a cycle with itself, as models are."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_what_was_garbage_before_a_run_does_not_keep_its_memory_until_its_end():
+    gc.disable()
+    try:
+        gone = weakref.ref(Engine())
+        assert gone() is not None
+        with without_pauses():
+            assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_objects_that_somebody_else_has_set_aside_stay_there():
+    gc.freeze()
+    try:
+        with without_pauses():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
