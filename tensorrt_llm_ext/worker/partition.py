@@ -6,7 +6,7 @@ Every work item is settled once, by a row of the dataset or by a line of the out
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +55,21 @@ class Settled:
 
 
 class Partition:
-    """A partition that is open for writing under a fence. What was read of it is right until the fence is lost."""
+    """A partition that is open for writing under a fence. What was read of it is right until the fence is lost.
+
+    ``keep_lease`` is called again and again while much is read, of the dataset or of the broker's rows.
+    """
 
     def __init__(
-        self, broker: Broker, wanted: Wanted, out: Path, number: int, fence: Fence, *, shard_bytes: int | None = None
+        self,
+        broker: Broker,
+        wanted: Wanted,
+        out: Path,
+        number: int,
+        fence: Fence,
+        *,
+        shard_bytes: int | None = None,
+        keep_lease: Callable[[], None] = lambda: None,
     ) -> None:
         self.number = number
         self.folder = dataset_folder(out, number)
@@ -67,6 +78,7 @@ class Partition:
         self._broker = broker
         self._wanted = wanted
         self._fence = fence
+        self._keep_lease = keep_lease
         self._job = {
             "policy": wanted.policy.to_dict(),
             "stream": {"name": broker.stream, "version": wanted.version, "partition": number},
@@ -75,17 +87,11 @@ class Partition:
         self._store: Store | None = None
         with fence.held():  # from here on, nobody older commits: what is read now stays as it is
             self._ledger = OutcomeLedger(self.folder.with_suffix(".refused.jsonl"))
-            for sequence in self._ledger.sequences():
-                self._settled.add(sequence)
-            stored = self._stored_header() if holds_dataset(self.folder) else None
-            if wanted.has_states:
-                before = stored.job.get(SHARD_BYTES) if stored else None
-                self._job[SHARD_BYTES] = shard_bytes or before or DEFAULT_SHARD_BYTES
-                shard_rows(self._header(origin_from_contract(wanted.contract, "none", wanted.policy.tokenisation())))
-            if stored:
-                self._store = self._kind.open(self.folder, self._header(stored.origin))
-                self._read_identities()
-                self._store.leave_to_fence()
+            try:
+                self._open(shard_bytes)
+            except BaseException:
+                self.close()  # here, where nobody else writes
+                raise
 
     @property
     def commit_bytes(self) -> int | None:
@@ -146,6 +152,21 @@ class Partition:
             self._store.close()
         self._ledger.close()
 
+    def _open(self, shard_bytes: int | None) -> None:
+        """Read which work items are settled, and open the dataset where there is one."""
+        wanted = self._wanted
+        for sequence in self._ledger.sequences():
+            self._settled.add(sequence)
+        stored = self._stored_header() if holds_dataset(self.folder) else None
+        if wanted.has_states:
+            before = stored.job.get(SHARD_BYTES) if stored else None
+            self._job[SHARD_BYTES] = shard_bytes or before or DEFAULT_SHARD_BYTES
+            shard_rows(self._header(origin_from_contract(wanted.contract, "none", wanted.policy.tokenisation())))
+        if stored:
+            self._store = self._kind.open(self.folder, self._header(stored.origin))
+            self._store.leave_to_fence()
+            self._read_identities()
+
     def _write(self, records: list[_Row], outcomes: list[tuple[int, Outcome]]) -> None:
         """Bring rows and lines to the disk, under the fence."""
         if records and self._store is None:
@@ -192,7 +213,9 @@ class Partition:
                 fix="only workers of this stream may publish its results",
             )
         item = work_from_body(body, self._wanted)
-        record = fetched(self._broker, answer.content) if isinstance(answer.content, Reference) else answer.content
+        record = answer.content
+        if isinstance(record, Reference):
+            record = fetched(self._broker, record, self._keep_lease)
         check_lineage(record, item, self._header(self._origin or record.origin))
         return item, record, answer.sequence
 
@@ -232,6 +255,7 @@ class Partition:
             if len(ids) == _IDS_AT_ONCE:
                 self._seen.claim(ids, hashes)
                 ids, hashes = [], []
+                self._keep_lease()
         self._seen.claim(ids, hashes)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -91,12 +91,13 @@ def reference_to(record: Record, payload: bytes, chunks: Sequence[int]) -> Refer
     return Reference(**identity, engine_fingerprint=engine, num_bytes=len(payload), payload_hash=_hash(payload), chunks=tuple(chunks))
 
 
-def fetched(broker: Broker, reference: Reference) -> Record:
+def fetched(broker: Broker, reference: Reference, meanwhile: Callable[[], None] = lambda: None) -> Record:
     """The record that a reference is about, read from the rows and checked: size, hash, payload, identity.
 
-    Raises RowsLost when its rows are gone or are not those that were hashed, LineageError when they are another's.
+    ``meanwhile`` is called before every few MiB. Raises RowsLost when its rows are gone or are not those that were hashed,
+    LineageError when they are another's.
     """
-    payload = _payload(broker, reference)
+    payload = _payload(broker, reference, meanwhile)
     if (len(payload), found := _hash(payload)) != (reference.num_bytes, reference.payload_hash):
         expected = f"{reference.num_bytes:,} bytes, {reference.payload_hash}"
         raise _lost(reference, expected, f"{len(payload):,} bytes, {found}")
@@ -116,10 +117,11 @@ def fetched(broker: Broker, reference: Reference) -> Record:
     return record
 
 
-def _payload(broker: Broker, reference: Reference) -> bytes:
+def _payload(broker: Broker, reference: Reference, meanwhile: Callable[[], None]) -> bytes:
     """The chunks, joined; no more of them than the reference says bytes."""
     payload = bytearray()
     for first in range(0, len(reference.chunks), _CHUNKS_AT_ONCE):
+        meanwhile()
         sequences = reference.chunks[first : first + _CHUNKS_AT_ONCE]
         for sequence, chunk in zip(sequences, broker.read("rows", sequences), strict=True):
             if chunk is None:

@@ -126,8 +126,15 @@ class StoreWriter:
         """Write for as long as the lease is held; release it at the end."""
         self._events("lease_taken", token=lease.token)
         fence = Fence(dataset_folder(self._out, self.partition).with_suffix(".fence"), lease.token)
-        settings = self.settings
-        partition = Partition(self._broker, self.wanted, self._out, self.partition, fence, shard_bytes=settings.shard_bytes)
+        partition = Partition(
+            self._broker,
+            self.wanted,
+            self._out,
+            self.partition,
+            fence,
+            shard_bytes=self.settings.shard_bytes,
+            keep_lease=lambda: lease.renew_when_due(self.wanted.settings.lease_s),
+        )
         self.state, self._last_answer = "storing", time.monotonic()
         try:
             self._publish_facts(partition)

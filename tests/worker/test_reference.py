@@ -350,3 +350,28 @@ def test_answers_of_every_length_come_back_the_same_by_message_and_by_reference(
     for number, item in enumerate(work, 1):
         record = answers[number] if isinstance(answers[number], Record) else fetched(local, answers[number])
         assert np.abs(record.states[0].rows - reference(item.token_ids, ALL)).max() < 1e-5
+
+
+def test_a_writer_that_reads_rows_for_longer_than_its_lease_keeps_it(local, wanted, session, tmp_path, monkeypatch):
+    """Else writers that stand by would take the partition from each other for ever, and none would commit."""
+    work = masked(items(30, max_length=30))
+    answered(local, wanted, session, work)
+    read = InProcessBroker.read
+
+    def slow(self, part, sequences):
+        time.sleep(0.2 if part == "rows" else 0)
+        return read(self, part, sequences)
+
+    monkeypatch.setattr(InProcessBroker, "read", slow)
+    settings = dataclasses.replace(STORE, shard_bytes=1 << 20, commit_s=0.5, leave_when_idle_s=None)
+    stop, writers = threading.Event(), [StoreWriter(local, tmp_path, 0, settings=settings) for _ in range(2)]
+    threads = [threading.Thread(target=writer.run, args=(stop,)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: status_of(local).is_done, timeout_s=20.0)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    check_stored(tmp_path / "part-0", work)

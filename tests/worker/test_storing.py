@@ -13,7 +13,7 @@ from toy_streams import QUICK, items, make_stream, wanted_of, work_messages
 from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, InputError, LeaseLost, StoreError
 from tensorrt_llm_ext.results import State, rows_hash
 from tensorrt_llm_ext.store import Fence, VectorStore, open_vectors
-from tensorrt_llm_ext.worker import InProcessBroker, Message, StoreSettings, StoreWriter
+from tensorrt_llm_ext.worker import InProcessBroker, Message, StoreSettings, StoreWriter, partition
 from tensorrt_llm_ext.worker.lease import Lease
 from tensorrt_llm_ext.worker.messages import Answer, Outcome, answer_from_delivery, message_from_answer
 from tensorrt_llm_ext.worker.outcomes import OutcomeLedger
@@ -280,6 +280,42 @@ def test_a_lease_is_lost_for_good_once_it_has_ended(local):
     assert Lease.take(local, "part-0", "c", stop) is None
     other.release()
     assert local.get("leases", "part-0") is None
+
+
+def test_a_writer_keeps_its_lease_while_it_reads_what_a_large_dataset_holds(local, wanted, session, tmp_path, monkeypatch):
+    """Else two writers, each needing longer than a lease, would take it from each other and store nothing."""
+    answered(local, wanted, session, items(12))
+    StoreWriter(local, tmp_path, 0, settings=IDLE).run()
+    identities = VectorStore.identities
+    monkeypatch.setattr(VectorStore, "identities", lambda self: (time.sleep(QUICK.lease_s / 5) or one for one in identities(self)))
+    monkeypatch.setattr(partition, "_IDS_AT_ONCE", 1)
+    answered(local, wanted, session, [work_item(f"more{i}", [i + 1]) for i in range(3)])
+    stop = threading.Event()
+    writers = [StoreWriter(local, tmp_path, 0, settings=dataclasses.replace(IDLE, leave_when_idle_s=None)) for _ in range(2)]
+    threads = [threading.Thread(target=writer.run, args=(stop,)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 15
+    while local.counts().num_results and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert sum(writer.counts["stored"] for writer in writers) == 3 and len(ids_of(tmp_path)) == 15
+
+
+def test_a_partition_that_cannot_be_opened_leaves_its_dataset_to_the_next(local, wanted, session, tmp_path, monkeypatch):
+    answered(local, wanted, session, items(5))
+    StoreWriter(local, tmp_path, 0, settings=IDLE).run()
+    monkeypatch.setattr(partition, "_IDS_AT_ONCE", 1)
+
+    def lost():
+        raise LeaseLost("the lease has ended", expected="it", found="none", fix="nothing")
+
+    with pytest.raises(LeaseLost) as kept:  # the error keeps the partition's frames
+        Partition(local, wanted, tmp_path, 0, Fence(tmp_path / "part-0.fence", 100), keep_lease=lost)
+    Partition(local, wanted, tmp_path, 0, Fence(tmp_path / "part-0.fence", 101)).close()
+    assert kept.value.what == "the lease has ended"
 
 
 def test_a_folder_of_another_stream_is_refused(local, wanted, session, tmp_path):
