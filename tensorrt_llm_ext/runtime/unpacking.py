@@ -59,6 +59,9 @@ def _record_threads() -> ThreadPoolExecutor | None:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="record") if num_threads > 1 else None
 
 
+os.register_at_fork(after_in_child=_record_threads.cache_clear)  # threads stay behind: a child would wait for them for ever
+
+
 def _states(items: Sequence[WorkItem], batch: Returned, contract: Contract) -> tuple[States, ...] | None:
     """The states of every tap; None when a row is not finite, or other tokens ran than an item names."""
     if token_hashes(batch.token_ids, batch.offsets) != [item.token_hash for item in items]:

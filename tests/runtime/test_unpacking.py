@@ -1,5 +1,7 @@
 """A request's rows become a record of its own, or a failure that says why not."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import lru_cache
 
@@ -78,3 +80,19 @@ def test_a_batch_answers_as_its_requests_do_one_by_one(taps, fault, num_cores, m
     for answer in answers:
         for state in answer.states if isinstance(answer, Record) else ():
             assert not state.rows.flags.writeable and not np.shares_memory(state.rows, batch.outputs[contract.output_of(state.tap).name])
+
+
+FORKED = """
+import os, signal
+from tensorrt_llm_ext.runtime import unpacking
+os.sched_getaffinity = lambda process: set(range(16))
+assert list(unpacking._record_threads().map(abs, [-1])) == [1]
+if not (child := os.fork()):
+    signal.alarm(10)
+    os._exit(list(unpacking._record_threads().map(abs, [-1])) != [1])
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=60).returncode == 0
