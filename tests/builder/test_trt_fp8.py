@@ -254,6 +254,14 @@ def test_an_engine_that_would_fail_its_own_canaries_is_not_published(card, recip
     assert float(error.value.found) > 0.005 and list(tmp_path.iterdir()) == []
 
 
+def test_scales_that_came_with_a_checkpoint_are_not_said_to_be_chosen_by_their_harm(tmp_path, monkeypatch):
+    monkeypatch.setitem(canaries.TOLERANCES, "fp8", 0.02)
+    folder = tiny.fp8_checkpoint(tmp_path / "checkpoint", "modelopt", input_scale=1e-3)  # cuts inputs, which shows
+    with pytest.raises(BuildError, match="would fail its own canaries") as error:
+        build_engine(folder, tmp_path / "engine", precision="fp8")
+    assert error.value.fix.startswith("name more products in the recipe's fp8_kept")
+
+
 @pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
 def test_a_quantised_checkpoint_is_compiled(precision, tmp_path, monkeypatch, may_move_far):
     pytest.importorskip("tensorrt_rtx_bindings")
