@@ -7,7 +7,7 @@ states at the end is then measured product by product on a part of the text (``h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path

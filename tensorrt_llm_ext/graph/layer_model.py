@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.graph.layers import decoder_layer, final_norm, layer_prefix, layout_inputs, rope_rows
 from tensorrt_llm_ext.graph.operators import Graph

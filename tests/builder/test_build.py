@@ -4,7 +4,6 @@ import errno
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import tiny
 

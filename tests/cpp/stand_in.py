@@ -14,7 +14,6 @@ def compile_shared(source: Path, folder: Path, *options: str) -> Path:
 
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-UNBOUNDED = 1 << 30
 
 ILLEGAL_ADDRESS, OUT_OF_MEMORY, UNKNOWN = 700, 2, 999
 

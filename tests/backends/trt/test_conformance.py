@@ -18,7 +18,6 @@ from tensorrt_llm_ext.backends import trt as room
 FOLDER = Path(room.__file__).parent
 
 OBJECTS = {"runtime": "Runtime", "engine": "ICudaEngine", "context": "IExecutionContext"}
-NO_ARGUMENTS = object()
 
 
 def classes_of(node):

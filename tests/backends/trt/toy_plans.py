@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stand_in_trt import PlanFacts, plan_bytes
-from toy_engines import ALL, HIDDEN_SIZE, LAST, LIMITS, NUM_LAYERS, VOCAB_SIZE, Toy, tensors, toy_contract, toy_model
+from toy_engines import ALL, LAST, LIMITS, NUM_LAYERS, VOCAB_SIZE, Toy, tensors, toy_contract, toy_model
 
 from tensorrt_llm_ext.fingerprint import file_fingerprint
 from tensorrt_llm_ext.recipes import write_contract
