@@ -4,10 +4,10 @@ A stream NAME is made of
 
 * the **work** ``NAME.work.<priority>.<length>.<hash of the request id>``: kept after it is done, so that a result can be
   held against it and the same request id cannot be submitted twice;
-* the **results** ``NAME.results.<partition>.<record | reference | refusal>``: kept until the store has committed them,
-  bounded in bytes, the newest refused beyond;
+* the **results** ``NAME.results.<partition>.<record | refusal | reference.<work item's sequence>>``: kept until the store
+  has committed them, bounded in bytes, the newest refused beyond;
 * the **rows** ``NAME.rows.<partition>.<work item's sequence>``: chunks of answers too large for a message (``reference``
-  says more), kept until their work item is settled, bounded in the same way;
+  and ``orphans`` say more), kept until their work item is settled, bounded in the same way;
 * a bucket of **facts** without end (what the owner asks for, what the store has done) and a bucket of **leases**, whose
   keys end by themselves when nobody renews them.
 
@@ -125,14 +125,17 @@ class Broker(Protocol):
     def used_lanes(self) -> set[Lane]:
         """The lanes that ever had a work item."""
 
-    def items_with_rows(self, partition: int) -> list[int]:
-        """The sequences of the work items of which rows lie here."""
+    def items_with_rows(self, partition: int) -> tuple[list[int], int]:
+        """The sequences of the work items of which rows lie here, and that of the newest chunk of any, 0 before the first."""
+
+    def items_referred_to(self, partition: int, items: Sequence[int]) -> set[int]:
+        """Those of these work items to whose rows a reference waits, or is being stored: the store has not acknowledged it."""
 
     def remove_chunks(self, sequences: Sequence[int]) -> None:
         """Remove chunks of rows by their sequence."""
 
-    def remove_rows(self, partition: int, items: Sequence[int]) -> None:
-        """Remove all rows of these work items, whoever put them here."""
+    def remove_rows(self, partition: int, items: Sequence[int], *, through: int | None = None) -> None:
+        """Remove the rows of these work items, whoever put them here: all, or the chunks up to and with this sequence."""
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
         """The value of a key; None where there is none, or no such stream."""
@@ -173,9 +176,14 @@ def work_subject(lane: Lane, request_id: str) -> str:
     return f"work.{lane.name}.{xxhash.xxh3_128_hexdigest(request_id.encode())}"
 
 
-def results_subject(partition: int, kind: Literal["record", "reference", "refusal"]) -> str:
-    """Where an answer goes."""
+def results_subject(partition: int, kind: Literal["record", "refusal"]) -> str:
+    """Where an answer goes that is whole in its message."""
     return f"results.{partition}.{kind}"
+
+
+def reference_subject(partition: int, item: int) -> str:
+    """Where a reference to the rows of the work item of this sequence goes: one can ask whether it waits."""
+    return f"results.{partition}.reference.{item}"
 
 
 def rows_subject(partition: int, item: int | None = None) -> str:

@@ -18,6 +18,7 @@ from tensorrt_llm_ext.worker.events import Events
 from tensorrt_llm_ext.worker.held import Held, HeldItem
 from tensorrt_llm_ext.worker.messages import Outcome, message_from_answer, partition_of_answer
 from tensorrt_llm_ext.worker.metrics import Metrics
+from tensorrt_llm_ext.worker.orphans import were_asked_about
 from tensorrt_llm_ext.worker.reference import put_rows, reference_to
 from tensorrt_llm_ext.worker.wanted import Wanted
 
@@ -33,6 +34,7 @@ class _Answered:
     delivery: Delivery
     held: HeldItem | None
     content: Record | Outcome
+    chunks: tuple[int, ...] = ()  # where its rows lie, once they were put
 
 
 _Sent = tuple[_Answered, Message]
@@ -102,9 +104,8 @@ class Handover:
         some, num_bytes = [], 0
         answered = self._answers.get()
         while answered is not None:
-            message = message_from_answer(answered.content, answered.delivery.sequence, self._wanted)
-            some.append((answered, message))
-            num_bytes += len(message.body)
+            some.append(self._encoded(answered))
+            num_bytes += len(some[-1][1].body)
             if len(some) == _MESSAGES_AT_ONCE or num_bytes > _BYTES_AT_ONCE or self._answers.empty():
                 return some
             answered = self._answers.get()
@@ -112,17 +113,27 @@ class Handover:
             self._answers.put(None)
         return some or None
 
+    def _encoded(self, answered: _Answered) -> _Sent:
+        return answered, message_from_answer(answered.content, answered.delivery.sequence, self._wanted)
+
     def _persist(self, some: list[_Sent]) -> None:
-        """Publish until the broker has all of them; a full stream is waited for, what is too large becomes a refusal."""
+        """Publish until the broker has all of them; a full stream is waited for, what is too large becomes a refusal.
+
+        An answer whose rows were asked about meanwhile is not settled: its rows are put again (``orphans`` says why).
+        """
         pause_s = _FIRST_PAUSE_S
         while some and not self._is_given_up.is_set():
             ready, full = self._with_rows_put(some)
             outcomes = self._broker.publish([message for _, message in ready])
             persisted = [pair[0] for pair, outcome in zip(ready, outcomes, strict=True) if not isinstance(outcome, NotPublished)]
-            self._settle(persisted)
+            again = [one for one in persisted if one.chunks and were_asked_about(self._broker, one.delivery.sequence, one.chunks)]
+            self._settle([answered for answered in persisted if answered not in again])
+            for answered in again:
+                self._events("rows_put_again", request_id=answered.content.request_id, sequence=answered.delivery.sequence)
             refused = [(pair, out) for pair, out in zip(ready, outcomes, strict=True) if isinstance(out, NotPublished)]
             full = [pair for pair, out in refused if out.code == "full"] + full
             some = full + [self._refused(answered, out.found) for (answered, _), out in refused if out.code != "full"]
+            some += [self._encoded(answered) for answered in again]
             if full:
                 self._events("back_pressure", num_answers=len(full), pause_s=pause_s)
                 self._metrics.backpressure_s.inc(pause_s)
@@ -146,6 +157,7 @@ class Handover:
             chunks = put_rows(self._broker, payload, partition, sequence, max_chunk_bytes=limit)
             if isinstance(chunks, NotPublished):
                 return ready, some[place:]
+            answered.chunks = chunks
             ready.append((answered, message_from_answer(reference_to(record, payload, chunks), sequence, self._wanted)))
         return ready, []
 

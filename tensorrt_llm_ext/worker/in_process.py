@@ -20,6 +20,7 @@ from tensorrt_llm_ext.worker.broker import (
     Published,
     Settling,
     check_stream_name,
+    reference_subject,
     rows_subject,
 )
 from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
@@ -138,22 +139,28 @@ class InProcessBroker:
             used = {kept.subject.rpartition(".")[0] for kept in self._streams["work"].kept.values()}
             return {lane for lane in LANES if f"work.{lane.name}" in used}
 
-    def items_with_rows(self, partition: int) -> list[int]:
+    def items_with_rows(self, partition: int) -> tuple[list[int], int]:
         with self._lock:
-            prefix, kept = rows_subject(partition), self._streams["rows"].kept.values()
-            items = {one.subject.removeprefix(prefix) for one in kept if one.subject.startswith(prefix)}
-            return sorted(int(item) for item in items if item.isdecimal())
+            prefix, rows = rows_subject(partition), self._streams["rows"]
+            items = {one.subject.removeprefix(prefix) for one in rows.kept.values() if one.subject.startswith(prefix)}
+            return sorted(int(item) for item in items if item.isdecimal()), rows.last_sequence
+
+    def items_referred_to(self, partition: int, items: Sequence[int]) -> set[int]:
+        with self._lock:
+            subjects = {kept.subject for kept in self._streams["results"].kept.values()}
+            return {item for item in items if reference_subject(partition, item) in subjects}
 
     def remove_chunks(self, sequences: Sequence[int]) -> None:
         with self._lock:
             for sequence in sequences:
                 self._streams["rows"].kept.pop(sequence, None)
 
-    def remove_rows(self, partition: int, items: Sequence[int]) -> None:
+    def remove_rows(self, partition: int, items: Sequence[int], *, through: int | None = None) -> None:
         with self._lock:
             rows, subjects = self._streams["rows"].kept, {rows_subject(partition, item) for item in items}
             for sequence in [sequence for sequence, kept in rows.items() if kept.subject in subjects]:
-                del rows[sequence]
+                if through is None or sequence <= through:
+                    del rows[sequence]
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
         with self._lock:

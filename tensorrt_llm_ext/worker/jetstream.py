@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tensorrt_llm_ext.errors import BrokerError
 from tensorrt_llm_ext.worker.access import Access
@@ -22,6 +22,7 @@ from tensorrt_llm_ext.worker.broker import (
     Published,
     Settling,
     check_stream_name,
+    reference_subject,
     rows_subject,
 )
 from tensorrt_llm_ext.worker.connection import Connection
@@ -132,17 +133,17 @@ class JetStreamBroker:
         found = self._for_each(lambda subject: self._message("work", subject=subject), subjects, "find work items")
         return [None if message is None else message.seq for message in found]
 
-    async def _message(self, part: Part, **place: int | str) -> Any:
+    async def _message(self, part: Part | Literal["results"], **place: int | str) -> Any:
         """A message of a stream, or None where there is none: none has the number 0.
 
         Any replica answers a direct question, and may not have heard of a message yet; before a number is said to be
-        gone, the leader is asked.
+        gone, the leader is asked. Of results only the leader is asked: what it does not know is nowhere.
         """
         from nats.js.errors import NotFoundError
 
         if place.get("seq") == 0:
             return None
-        for is_direct in (True, False) if "seq" in place else (True,):
+        for is_direct in (False,) if part == "results" else (True, False) if "seq" in place else (True,):
             with contextlib.suppress(NotFoundError):
                 return await self._js.get_msg(f"{self.stream}_{part}", direct=is_direct, **place)
         return None
@@ -154,19 +155,25 @@ class JetStreamBroker:
     async def _lanes(self) -> dict[Lane, Any]:
         return {lane: await self._js.consumer_info(f"{self.stream}_work", lane_consumer(lane)) for lane in LANES}
 
-    def items_with_rows(self, partition: int) -> list[int]:
+    def items_with_rows(self, partition: int) -> tuple[list[int], int]:
         prefix = f"{self.stream}.{rows_subject(partition)}"
 
-        async def read() -> list[int]:
+        async def read() -> tuple[list[int], int]:
             state = (await self._js.stream_info(f"{self.stream}_rows", subjects_filter=f"{prefix}>")).state
             items = (subject.removeprefix(prefix) for subject in state.subjects or ())
-            return sorted(int(item) for item in items if item.isdecimal())
+            return sorted(int(item) for item in items if item.isdecimal()), state.last_seq
 
         return self._connection.call(read, "list rows")
 
-    def remove_rows(self, partition: int, items: Sequence[int]) -> None:
+    def items_referred_to(self, partition: int, items: Sequence[int]) -> set[int]:
+        subjects = [f"{self.stream}.{reference_subject(partition, item)}" for item in items]
+        found = self._for_each(lambda subject: self._message("results", subject=subject), subjects, "look for references")
+        return {item for item, message in zip(items, found, strict=True) if message is not None}
+
+    def remove_rows(self, partition: int, items: Sequence[int], *, through: int | None = None) -> None:
+        stream, first_kept = f"{self.stream}_rows", None if through is None else through + 1
         subjects = [f"{self.stream}.{rows_subject(partition, item)}" for item in items]
-        self._for_each(lambda subject: self._js.purge_stream(f"{self.stream}_rows", subject=subject), subjects, "remove rows")
+        self._for_each(lambda subject: self._js.purge_stream(stream, seq=first_kept, subject=subject), subjects, "remove rows")
 
     def remove_chunks(self, sequences: Sequence[int]) -> None:
         self._for_each(self._remove_chunk, sequences, "remove chunks of rows")
@@ -186,14 +193,17 @@ class JetStreamBroker:
         return self._connection.call(all_of_them, what)
 
     def get(self, bucket: Bucket, key: str) -> Entry | None:
-        from nats.js.errors import KeyNotFoundError
+        from nats.js.errors import NotFoundError
+
+        stream = f"{self.stream}_{bucket}"
 
         async def read() -> Entry | None:
-            try:
-                entry = await (await self._bucket(bucket)).get(key)
-            except (KeyNotFoundError, BrokerError):  # BrokerError: there is no such stream, so no such key
-                return None
-            return Entry(entry.value or b"", entry.revision)
+            """From the leader: a bucket's own ``get`` asks any replica, which may not have heard of what was written."""
+            with contextlib.suppress(NotFoundError):  # no such stream, or no such key
+                message = await self._js.get_last_msg(f"KV_{stream}", f"$KV.{stream}.{key}", direct=False)
+                if "KV-Operation" not in (message.headers or {}):  # else it was removed
+                    return Entry(message.data or b"", message.seq)
+            return None
 
         return self._connection.call(read, f"read '{key}'")
 

@@ -23,7 +23,7 @@ from tensorrt_llm_ext.inputs.fields import request_id_of_row, token_ids_of_row, 
 from tensorrt_llm_ext.results import Failure, Record, WorkItem, payload_from_record, record_from_payload
 from tensorrt_llm_ext.results.payload import FORMAT as RECORD_FORMAT
 from tensorrt_llm_ext.worker import reference
-from tensorrt_llm_ext.worker.broker import Delivery, Message, results_subject, work_subject
+from tensorrt_llm_ext.worker.broker import Delivery, Message, reference_subject, results_subject, work_subject
 from tensorrt_llm_ext.worker.reference import Reference, reference_from_json
 from tensorrt_llm_ext.worker.wanted import Wanted
 
@@ -132,17 +132,21 @@ def check_ids(*ids: str) -> None:
 
 
 def message_from_answer(content: Record | Reference | Outcome, sequence: int, wanted: Wanted) -> Message:
-    """Write an answer. Its message id is the request id and the work item's sequence: one answer for one work item."""
-    request_id = content.request_id
+    """Write an answer. Its message id is the request id and the work item's sequence: one answer for one work item.
+
+    A reference's is that and its first chunk: its rows may be gone, and then another to the same item's must get through.
+    """
+    partition = partition_of_answer(content.request_id, sequence, wanted)
+    message_id = f"{_header_safe(content.request_id)}@{sequence}"
     if isinstance(content, Record):
-        kind, format, body = "record", RECORD_FORMAT, payload_from_record(content)
+        subject, format, body = results_subject(partition, "record"), RECORD_FORMAT, payload_from_record(content)
     elif isinstance(content, Reference):
-        kind, format, body = "reference", reference.FORMAT, content.to_json()
+        subject, format, body = reference_subject(partition, sequence), reference.FORMAT, content.to_json()
+        message_id += f"@{content.chunks[0]}"
     else:
-        kind, format, body = "refusal", REFUSAL_FORMAT, _outcome_body(content)
+        subject, format, body = results_subject(partition, "refusal"), REFUSAL_FORMAT, _outcome_body(content)
     headers = {FORMAT_HEADER: format, SEQUENCE_HEADER: str(sequence), VERSION_HEADER: wanted.version}
-    subject = results_subject(partition_of_answer(request_id, sequence, wanted), kind)
-    return Message(subject, body, headers, message_id=f"{_header_safe(request_id)}@{sequence}")
+    return Message(subject, body, headers, message_id=message_id)
 
 
 def partition_of_answer(request_id: str | None, sequence: int, wanted: Wanted) -> int:

@@ -31,6 +31,7 @@ from tensorrt_llm_ext.store import (
 from tensorrt_llm_ext.store.shard_size import shard_rows
 from tensorrt_llm_ext.worker.broker import Broker
 from tensorrt_llm_ext.worker.messages import Answer, Outcome, work_from_body
+from tensorrt_llm_ext.worker.orphans import Orphans, were_removed
 from tensorrt_llm_ext.worker.outcomes import OutcomeLedger
 from tensorrt_llm_ext.worker.reference import Reference, fetched
 from tensorrt_llm_ext.worker.wanted import Wanted
@@ -75,6 +76,7 @@ class Partition:
         self.folder = dataset_folder(out, number)
         self.redelivered = 0
         self.strays: list[Answer] = []  # of the newest commit: they name no work item of this stream
+        self.passed_over: list[Answer] = []  # of the newest commit: their rows were orphans, and their items stay open
         self._broker = broker
         self._wanted = wanted
         self._fence = fence
@@ -84,6 +86,7 @@ class Partition:
             "stream": {"name": broker.stream, "version": wanted.version, "partition": number},
         }
         self._settled, self._seen = Settled(), SeenIds()
+        self._orphans = Orphans(broker, number, wanted.settings.ack_wait_s)
         self._store: Store | None = None
         with fence.held():  # from here on, nobody older commits: what is read now stays as it is
             self._ledger = OutcomeLedger(self.folder.with_suffix(".refused.jsonl"))
@@ -99,16 +102,18 @@ class Partition:
         return self._job[SHARD_BYTES] // 2 if self._wanted.has_states else None
 
     def commit(self, answers: Sequence[Answer]) -> Counter[str]:
-        """Settle work items by their answers; those that are settled already are dropped. Returns what became of them.
+        """Settle work items by their answers; answers to settled ones are dropped, and references to rows that were orphans.
+
+        Returns what became of the items.
 
         Raises LeaseLost before anything is written when another writer has taken over; StoreError, DiskFull.
         """
-        new: dict[int, Answer] = {}
+        new: dict[int, list[Answer]] = {}
         for answer in answers:
             if answer.sequence not in self._settled:
-                new.setdefault(answer.sequence, answer)
+                new.setdefault(answer.sequence, []).append(answer)
         self.redelivered += len(answers) - len(new)
-        records, outcomes, self.strays = self._checked(list(new.values()))
+        records, outcomes = self._checked(new)
         with self._fence.held():
             try:
                 self._write(records, outcomes)
@@ -117,17 +122,20 @@ class Partition:
                 raise
         for sequence in [sequence for *_, sequence in records] + [sequence for sequence, _ in outcomes]:
             self._settled.add(sequence)
-        self._broker.remove_rows(self.number, [one.sequence for one in answers if isinstance(one.content, Reference)])
+        referred_to = {one.sequence for one in answers if isinstance(one.content, Reference)}
+        self._broker.remove_rows(self.number, sorted(referred_to - {one.sequence for one in self.passed_over}))
         return Counter(stored=len(records)) + Counter(outcome.kind for _, outcome in outcomes)
 
     def sweep(self) -> int:
-        """Remove rows that nobody will ever read, because their work items are settled; returns of how many items.
+        """Remove rows that nobody will ever read: of settled work items, and orphans. Returns of how many items.
 
         Workers that ended before they published a reference have left them, or that answered what another had answered.
         """
-        items = [item for item in self._broker.items_with_rows(self.number) if item in self._settled]
-        self._broker.remove_rows(self.number, items)
-        return len(items)
+        items, newest_chunk = self._broker.items_with_rows(self.number)
+        settled = [item for item in items if item in self._settled]
+        self._broker.remove_rows(self.number, settled)
+        still_open = [item for item in items if item not in self._settled]
+        return len(settled) + self._orphans.remove(still_open, newest_chunk, self._keep_lease)
 
     def seal(self) -> None:
         """Say in the dataset that it is whole as it is; more rows may still follow. Raises LeaseLost, StoreError."""
@@ -187,21 +195,40 @@ class Partition:
     def _stored_header(self) -> Header:
         return read_states_header(states_folder(self.folder)) if self._wanted.has_states else open_vectors(self.folder).header
 
-    def _checked(self, answers: list[Answer]) -> tuple[list[_Row], list[tuple[int, Outcome]], list[Answer]]:
-        """Divide answers: records that are the answers to their work items, reasons for none, and answers to nothing."""
-        records, outcomes, strays = [], [], []
-        bodies = self._broker.read("work", [answer.sequence for answer in answers])
-        for answer, body in zip(answers, bodies, strict=True):
+    def _checked(self, answers: dict[int, list[Answer]]) -> tuple[list[_Row], list[tuple[int, Outcome]]]:
+        """Records that are the answers to their work items, and reasons for none; ``strays`` and ``passed_over`` beside."""
+        records, outcomes, self.strays, self.passed_over = [], [], [], []
+        bodies = self._broker.read("work", list(answers))
+        for (sequence, to_one_item), body in zip(answers.items(), bodies, strict=True):
             if body is None:
-                strays.append(answer)
-            elif isinstance(answer.content, Outcome):
-                outcomes.append((answer.sequence, answer.content))
+                self.strays.append(to_one_item[0])
+                continue
+            found = self._first_good(to_one_item, body)
+            if found is None:
+                self.passed_over.append(to_one_item[0])
+            elif isinstance(found, Outcome):
+                outcomes.append((sequence, found))
             else:
-                try:
-                    records.append(self._proven(answer, body))
-                except (LineageError, Refusal, RowsLost) as error:
-                    outcomes.append((answer.sequence, _not_stored(answer.content, error)))
-        return self._without_repeated_ids(records, outcomes), outcomes, strays
+                records.append(found)
+        return self._without_repeated_ids(records, outcomes), outcomes
+
+    def _first_good(self, answers: list[Answer], body: bytes) -> _Row | Outcome | None:
+        """What settles a work item: the first of its answers whose rows are there, else why it has none.
+
+        None when they were removed as orphans: then the item was not acknowledged, and is answered again.
+        """
+        lost: Outcome | None = None
+        for answer in answers:
+            if isinstance(answer.content, Outcome):
+                return answer.content
+            try:
+                return self._proven(answer, body)
+            except RowsLost as error:
+                if not were_removed(self._broker, answer.sequence, answer.content.chunks):
+                    lost = lost or _not_stored(answer.content, error)
+            except (LineageError, Refusal) as error:
+                return _not_stored(answer.content, error)
+        return lost
 
     def _proven(self, answer: Answer, body: bytes) -> _Row:
         """The work item and its record, once the record is sure to be its answer."""

@@ -2,7 +2,7 @@
 
 The order is: chunks, reference, acknowledgement of the work item; at the store: commit, removal of the rows,
 acknowledgement of the reference. A worker that ends before its reference is published leaves chunks that nobody refers
-to; they lie under the work item's sequence, and go when that work item is settled, by whichever answer.
+to; they lie under the work item's sequence, and go when that work item is settled, by whichever answer, or as ``orphans``.
 
 The chunks lie in a stream of their own, not in JetStream's object store: reading an object there waits for ever when a
 chunk is gone (nats-py 2.16), every removed object leaves a message behind, and only an age could remove what nobody

@@ -26,7 +26,6 @@ from tensorrt_llm_ext.worker.partition import Partition, dataset_folder
 from tensorrt_llm_ext.worker.wanted import check_taps
 
 _IDLE_S = 0.05
-_SWEEP_S = 600.0
 _VECTORS_COMMIT_S = 1.0
 _VECTORS_COMMIT_BYTES = 64 << 20
 
@@ -138,12 +137,12 @@ class StoreWriter:
         self.state, self._last_answer = "storing", time.monotonic()
         try:
             self._publish_facts(partition)
-            swept = float("-inf")
+            sweep_at = float("-inf")
             while not stop.is_set() and not self._is_idle_too_long():
-                if time.monotonic() - swept > _SWEEP_S:
+                if time.monotonic() >= sweep_at:
                     self._sweep(partition)
-                    swept = time.monotonic()
-                self._commit(partition, lease, self._gathered(partition, lease, stop))
+                    sweep_at = time.monotonic() + self.wanted.settings.ack_wait_s
+                self._commit(partition, lease, self._gathered(partition, lease, stop, sweep_at))
             lease.renew()
             self._sweep(partition)
             partition.seal()
@@ -155,8 +154,8 @@ class StoreWriter:
         if num_items := partition.sweep():
             self._events("swept", num_items=num_items)
 
-    def _gathered(self, partition: Partition, lease: Lease, stop: threading.Event) -> _Gathered:
-        """Answers for one commit."""
+    def _gathered(self, partition: Partition, lease: Lease, stop: threading.Event, sweep_at: float) -> _Gathered:
+        """Answers for one commit; none when none comes before ``sweep_at``: workers may be waiting for what a sweep removes."""
         settings, gathered, first = self.settings, _Gathered(), 0.0
         max_bytes = settings.max_bytes or partition.commit_bytes or _VECTORS_COMMIT_BYTES
         latest_s = self.wanted.settings.ack_wait_s / 4  # committed before they come again
@@ -172,7 +171,7 @@ class StoreWriter:
                 self._last_answer = now
             if gathered.num_messages >= settings.max_rows or gathered.num_bytes >= max_bytes:
                 break
-            if first and now - first > commit_s or not first and self._is_idle_too_long():
+            if first and now - first > commit_s or not first and (now >= sweep_at or self._is_idle_too_long()):
                 break
             if not some:
                 stop.wait(_IDLE_S)
@@ -193,6 +192,8 @@ class StoreWriter:
         for stray in partition.strays:
             self._events("no_work_item", sequence=stray.sequence, request_id=stray.content.request_id)
             self.metrics.refusals.labels("no_work_item").inc()
+        for answer in partition.passed_over:
+            self._events("passed_over", sequence=answer.sequence, request_id=answer.content.request_id)
         self._publish_facts(partition)
         self._broker.settle(gathered.readable, "ack")
         self._broker.settle(gathered.unreadable, "terminate")

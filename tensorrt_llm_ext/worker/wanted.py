@@ -22,7 +22,7 @@ from tensorrt_llm_ext.recipes.contract import Contract
 from tensorrt_llm_ext.store import columns_of
 
 FORMAT = "tensorrt_llm_ext.stream"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 KEY = "wanted"
 
 PRIORITIES = {"high": 16, "normal": 4, "low": 1}

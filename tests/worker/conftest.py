@@ -9,7 +9,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "backends")]
 
 from nats_server import MISSING, PROGRAM, NatsServer  # noqa: E402
-from toy_engines import LAST, MEAN, Toy, write_engine  # noqa: E402
+from toy_engines import ALL, LAST, MEAN, Toy, write_engine  # noqa: E402
 from toy_streams import LIMITS, wanted_of  # noqa: E402
 
 from tensorrt_llm_ext.builder import build_engine  # noqa: E402
@@ -23,6 +23,12 @@ _NAMES = itertools.count()
 def engine(tmp_path_factory):
     """An engine directory with a last and a mean tap; one token's embedding is NaN."""
     return write_engine(tmp_path_factory.mktemp("engine") / "engine", Toy(taps=(LAST, MEAN), limits=LIMITS))
+
+
+@pytest.fixture(scope="session")
+def states_engine(tmp_path_factory):
+    """An engine directory with a tap of every token's rows."""
+    return write_engine(tmp_path_factory.mktemp("states") / "engine", Toy(taps=(ALL,), limits=LIMITS))
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ import json
 import time
 
 import pytest
-from toy_streams import QUICK, result_message, work_message
+from toy_streams import QUICK, result_message, wait_for, work_message
 
 from tensorrt_llm_ext.errors import BrokerError, InputError
 from tensorrt_llm_ext.worker import InProcessBroker, Message, NotPublished, Published
-from tensorrt_llm_ext.worker.broker import rows_subject
+from tensorrt_llm_ext.worker.broker import reference_subject, rows_subject
 from tensorrt_llm_ext.worker.wanted import LANES
 
 
@@ -95,11 +95,29 @@ def test_rows_lie_under_their_work_item_until_they_are_removed(made):
     sequences = [outcome.sequence for outcome in made.publish(messages)]
     made.publish([Message("rows.0.none", b"x")])  # nobody's
     assert made.read("rows", [*sequences, 99]) == [b"\x07", b"\x08", b"\x07", b"\x07", None]
-    assert made.items_with_rows(0) == [7, 8] and made.items_with_rows(1) == [7]
+    assert made.items_with_rows(0) == ([7, 8], sequences[-1] + 1) and made.items_with_rows(1)[0] == [7]
     made.remove_rows(0, [7, 9])
-    assert made.read("rows", sequences) == [None, b"\x08", b"\x07", None] and made.items_with_rows(0) == [8]
+    assert made.read("rows", sequences) == [None, b"\x08", b"\x07", None] and made.items_with_rows(0)[0] == [8]
     made.remove_chunks([sequences[1], 99])
-    assert made.items_with_rows(0) == [] and made.counts().rows_bytes > 0
+    assert made.items_with_rows(0) == ([], sequences[-1] + 1) and made.counts().rows_bytes > 0
+
+
+def test_of_rows_the_older_ones_can_be_removed_alone(made):
+    chunks = [made.publish([Message(rows_subject(0, item), b"x")])[0].sequence for item in (7, 8, 7, 7)]
+    made.remove_rows(0, [7], through=chunks[2])
+    assert made.read("rows", chunks) == [None, b"x", None, b"x"]
+    made.remove_rows(0, [8], through=chunks[0])
+    assert made.items_with_rows(0) == ([7, 8], chunks[3])
+
+
+def test_a_reference_is_known_by_its_work_item_until_it_is_acknowledged(made):
+    made.publish([Message(reference_subject(0, 7), b"x"), Message(reference_subject(1, 8), b"x"), result_message()])
+    assert made.items_referred_to(0, [6, 7, 8, 77]) == {7} and made.items_referred_to(0, []) == set()
+    deliveries = made.pull_results(0, 5)
+    assert len(deliveries) == 2 and made.items_referred_to(0, [7]) == {7}
+    made.settle(deliveries, "ack")
+    wait_for(lambda: made.items_referred_to(0, [7]) == set())
+    assert made.items_referred_to(1, [8]) == {8}
 
 
 def test_a_message_id_is_kept_once_even_after_its_message_is_gone(made):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
-from toy_engines import NAN_TOKEN, work_item
+from toy_engines import ALL, NAN_TOKEN, reference, work_item
 
 from fakes import byte_tokenizer
+from tensorrt_llm_ext.checks.whole import check_dataset
 from tensorrt_llm_ext.inputs import Fields, token_policy
 from tensorrt_llm_ext.recipes import read_contract
 from tensorrt_llm_ext.recipes.contract import Limits
+from tensorrt_llm_ext.store import open_states
 from tensorrt_llm_ext.worker import Message, StreamSettings, Wanted
 from tensorrt_llm_ext.worker.broker import results_subject, work_subject
 from tensorrt_llm_ext.worker.messages import answer_from_delivery, message_from_work
@@ -26,6 +29,10 @@ QUICK = StreamSettings(
     deliveries_before_alone=2,
     max_alone=2,
 )
+
+
+SMALL = dataclasses.replace(QUICK, num_partitions=1, max_message_bytes=2600, max_rows_bytes=1 << 20)
+"""Messages hold the answers to short items of ``ALL``; those to others, of one chunk to three, do not fit."""
 
 
 def wanted_of(engine, settings: StreamSettings = QUICK) -> Wanted:
@@ -75,3 +82,27 @@ def answers_of(broker, wanted: Wanted) -> dict:
                 found[answer.sequence] = answer.content
             broker.settle(deliveries, "ack")
     return found
+
+
+def rows_bytes(broker):
+    return broker.counts().rows_bytes
+
+
+def check_stored(folder, work):
+    """The dataset is whole, and holds each item's rows, tokens and loss mask, once."""
+    wholeness = check_dataset(folder)
+    assert (wholeness.damages, wholeness.num_rows) == ((), len(work))
+    by_id = {item.request_id: item for item in work}
+    for sequence in open_states(folder).sequences():
+        item = by_id.pop(sequence.request_id)
+        assert sequence.token_ids.tolist() == item.token_ids.tolist() and sequence.loss_mask.tolist() == item.loss_mask.tolist()
+        (rows,) = sequence.states.values()
+        assert np.abs(rows - reference(item.token_ids, ALL)).max() < 1e-5
+    assert not by_id
+
+
+def wait_for(is_so, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
