@@ -1,6 +1,8 @@
 """Processes of the real command around a real server: killed, restarted, drained; every item ends in one place."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import signal
 import subprocess
@@ -187,7 +189,7 @@ def test_a_writer_stopped_past_its_lease_and_resumed_commits_nothing(tiny_engine
             wait_for(lambda: status_of(broker).writers == ["0"])
             workers.start("worker-0")
             wait_for(lambda: status_of(broker).unstored or status_of(broker).stored)
-            first.processes["store"].send_signal(signal.SIGSTOP)
+            stop_between_commits(first.processes["store"], tmp_path / "data" / "part-0.fence")
             second.start("store")
             wait_for(lambda: status_of(broker).is_done, 60)
             first.processes["store"].send_signal(signal.SIGCONT)
@@ -200,6 +202,19 @@ def test_a_writer_stopped_past_its_lease_and_resumed_commits_nothing(tiny_engine
             for process in fleet.processes.values():
                 process.send_signal(signal.SIGCONT)
             fleet.kill()
+
+
+def stop_between_commits(process, fence):
+    """Stop a writer that holds no lock. One that does keeps every other out until it goes on, whatever its lease."""
+    for _ in range(100):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.05)
+        with open(fence) as file, contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
+    raise AssertionError("the writer held its lock at each of 100 moments")
 
 
 def wait_for(is_so, timeout_s=40.0):
