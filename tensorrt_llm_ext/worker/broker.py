@@ -5,7 +5,7 @@ A stream NAME is made of
 * the **work** ``NAME.work.<priority>.<length>.<hash of the request id>``: kept after it is done, so that a result can be
   held against it and the same request id cannot be submitted twice;
 * the **results** ``NAME.results.<partition>.<record | refusal | reference.<work item's sequence>>``: kept until the store
-  has committed them, bounded in bytes, the newest refused beyond;
+  has committed them, bounded in number, the newest refused beyond;
 * the **rows** ``NAME.rows.<partition>.<work item's sequence>``: chunks of answers too large for a message (``reference``
   and ``orphans`` say more), kept until their work item is settled, bounded in the same way;
 * a bucket of **facts** without end (what the owner asks for, what the store has done) and a bucket of **leases**, whose
@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 import xxhash
 
 from tensorrt_llm_ext.errors import InputError
-from tensorrt_llm_ext.worker.wanted import Lane, StreamSettings
+from tensorrt_llm_ext.worker.wanted import Lane, Wanted
 
 Bucket = Literal["facts", "leases"]
 Part = Literal["work", "rows"]
@@ -98,8 +98,8 @@ class Broker(Protocol):
 
     stream: str
 
-    def create(self, settings: StreamSettings) -> None:
-        """Make the stream's parts; one that is there already stays as it is."""
+    def create(self, wanted: Wanted) -> None:
+        """Make the parts of a stream that is to ask for this; one that is there already stays as it is."""
 
     def publish(self, messages: Sequence[Message]) -> list[Published | NotPublished]:
         """Publish messages; return, in their order, what became of each once the broker has persisted it."""

@@ -143,23 +143,31 @@ class Handover:
     def _with_rows_put(self, some: list[_Sent]) -> tuple[list[_Sent], list[_Sent]]:
         """What can be published, references instead of what no message can carry; and what waits for room among the rows."""
         limit = min(self._wanted.settings.max_message_bytes, self._broker.max_body_bytes())
-        most = self._wanted.settings.max_rows_bytes // 2
         ready: list[_Sent] = []
         for place, (answered, message) in enumerate(some):
             record, sequence, payload = answered.content, answered.delivery.sequence, message.body
             if len(payload) <= limit or not isinstance(record, Record):
                 ready.append((answered, message))
                 continue
-            if len(payload) > most:
+            if len(payload) > self._most_rows_bytes:
                 ready.append(self._refused(answered, f"{len(payload):,} bytes"))
                 continue
             partition = partition_of_answer(record.request_id, sequence, self._wanted)
-            chunks = put_rows(self._broker, payload, partition, sequence, max_chunk_bytes=limit)
+            chunks = put_rows(self._broker, payload, partition, sequence, max_chunk_bytes=self._chunk_bytes)
             if isinstance(chunks, NotPublished):
                 return ready, some[place:]
             answered.chunks = chunks
             ready.append((answered, message_from_answer(reference_to(record, payload, chunks), sequence, self._wanted)))
         return ready, []
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return min(self._wanted.settings.chunk_bytes, self._broker.max_body_bytes())
+
+    @property
+    def _most_rows_bytes(self) -> int:
+        """The largest answer that goes among the rows: it takes half of their room, so two find some in time."""
+        return max(1, self._wanted.settings.max_chunks // 2) * self._chunk_bytes
 
     def _refused(self, answered: _Answered, found: str) -> tuple[_Answered, Message]:
         """A record for which the broker never has room is refused with the numbers."""
@@ -177,7 +185,7 @@ class Handover:
             record.work_item_id,
             "result_too_large",
             "the answer is larger than what the stream carries",
-            f"at most {self._wanted.settings.max_rows_bytes // 2:,} bytes: half of the room for rows",
+            f"at most {self._most_rows_bytes:,} bytes: half of the room for rows",
             found,
             "tap fewer layers, send shorter items, or make a stream with more room for rows (max_rows_bytes)",
         )

@@ -23,7 +23,7 @@ from tensorrt_llm_ext.worker.broker import (
     reference_subject,
     rows_subject,
 )
-from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
+from tensorrt_llm_ext.worker.wanted import LANES, Lane, Wanted
 
 
 @dataclass
@@ -55,14 +55,14 @@ class InProcessBroker:
     def __init__(self, stream: str = "work") -> None:
         self.stream = check_stream_name(stream)
         self._lock = threading.RLock()
-        self._settings: StreamSettings | None = None
+        self._wanted: Wanted | None = None
         self._streams = {part: _Stream() for part in ("work", "results", "rows")}
         self._revision = 0
         self._entries: dict[tuple[Bucket, str], tuple[Entry, float]] = {}
 
-    def create(self, settings: StreamSettings) -> None:
+    def create(self, wanted: Wanted) -> None:
         with self._lock:
-            self._settings = self._settings or settings
+            self._wanted = self._wanted or wanted
 
     def publish(self, messages: Sequence[Message]) -> list[Published | NotPublished]:
         with self._lock:
@@ -70,10 +70,9 @@ class InProcessBroker:
 
     def _publish(self, message: Message) -> Published | NotPublished:
         part = message.subject.partition(".")[0]
-        stream, settings = self._streams[part], self._made()
+        stream, wanted = self._streams[part], self._made()
         wire = json.dumps(dict(message.headers)).encode() + b"\n" + message.body
-        if len(message.body) > settings.max_message_bytes:
-            limit = settings.max_message_bytes
+        if len(message.body) > (limit := wanted.settings.max_message_bytes):
             return NotPublished("too_large", f"{len(message.body):,} bytes; the stream takes {limit:,}")
         if message.message_id is not None and message.message_id in stream.message_ids:
             return Published(stream.message_ids[message.message_id], is_duplicate=True)
@@ -81,9 +80,9 @@ class InProcessBroker:
             (taken,) = self.find_work([message.subject])
             if taken is not None:
                 return NotPublished("taken", f"sequence {taken}", taken)
-        most = {"results": settings.max_results_bytes, "rows": settings.max_rows_bytes}.get(part)
-        if most is not None and self._num_bytes(part) + len(wire) > most:
-            return NotPublished("full", f"more than {most:,} bytes wait for the store")
+        most = {"results": wanted.max_results, "rows": wanted.settings.max_chunks}.get(part)
+        if most is not None and len(stream.kept) >= most:
+            return NotPublished("full", f"{most:,} messages wait for the store")
         stream.last_sequence += 1
         stream.kept[stream.last_sequence] = _Kept(message.subject, wire)
         if message.message_id is not None:
@@ -103,7 +102,7 @@ class InProcessBroker:
                 if len(deliveries) == num_messages:
                     break
                 if kept.subject.startswith(prefix) and not kept.is_settled and kept.due <= now:
-                    kept.num_delivered, kept.due = kept.num_delivered + 1, now + self._made().ack_wait_s
+                    kept.num_delivered, kept.due = kept.num_delivered + 1, now + self._made().settings.ack_wait_s
                     deliveries.append(kept.delivery(sequence))
             return deliveries
 
@@ -119,10 +118,10 @@ class InProcessBroker:
                     if part == "results":
                         del self._streams[part].kept[delivery.sequence]
                 elif kept.num_delivered == delivery.num_delivered:  # else it is somebody else's by now
-                    kept.due = 0.0 if how == "give_back" else time.monotonic() + self._made().ack_wait_s
+                    kept.due = 0.0 if how == "give_back" else time.monotonic() + self._made().settings.ack_wait_s
 
     def max_body_bytes(self) -> int:
-        return self._made().max_message_bytes
+        return self._made().settings.max_message_bytes
 
     def read(self, part: Part, sequences: Sequence[int]) -> list[bytes | None]:
         with self._lock:
@@ -172,7 +171,7 @@ class InProcessBroker:
             entry = self.get(bucket, key)
             if revision is not None and revision != (entry.revision if entry else 0):
                 return None
-            lease_s = self._made().lease_s
+            lease_s = self._made().settings.lease_s
             self._revision += 1
             until = time.monotonic() + lease_s if bucket == "leases" else float("inf")
             self._entries[bucket, key] = Entry(bytes(value), self._revision), until
@@ -209,12 +208,12 @@ class InProcessBroker:
     def _num_bytes(self, part: str) -> int:
         return sum(len(kept.wire) for kept in self._streams[part].kept.values())
 
-    def _made(self) -> StreamSettings:
-        if self._settings is None:
+    def _made(self) -> Wanted:
+        if self._wanted is None:
             raise BrokerError(
                 f"the broker has no stream '{self.stream}'",
                 expected="a stream that was made",
                 found="none",
                 fix="submit the first work items",
             )
-        return self._settings
+        return self._wanted

@@ -27,7 +27,7 @@ from tensorrt_llm_ext.worker.broker import (
 )
 from tensorrt_llm_ext.worker.connection import Connection
 from tensorrt_llm_ext.worker.jetstream_parts import HEADER_BYTES, create_parts, lane_consumer
-from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
+from tensorrt_llm_ext.worker.wanted import LANES, Lane, Wanted
 
 _PULL_S = 2.0
 _SETTLINGS = {"ack": b"+ACK", "extend": b"+WPI", "give_back": b"-NAK", "terminate": b"+TERM"}
@@ -50,8 +50,8 @@ class JetStreamBroker:
         check_stream_name(stream)
         return cls(Connection(access, name, on_event), stream)
 
-    def create(self, settings: StreamSettings) -> None:
-        self._connection.call(lambda: create_parts(self._js, self.stream, settings), f"make the stream '{self.stream}'")
+    def create(self, wanted: Wanted) -> None:
+        self._connection.call(lambda: create_parts(self._js, self.stream, wanted), f"make the stream '{self.stream}'")
 
     def publish(self, messages: Sequence[Message]) -> list[Published | NotPublished]:
         return self._for_each(self._publish, messages, "publish")

@@ -1,10 +1,15 @@
-"""The parts of one stream of work at a NATS server: three streams with their consumers, and two buckets."""
+"""The parts of one stream of work at a NATS server: three streams with their consumers, and two buckets.
+
+What waits is bounded in messages, never in bytes: an older server (Debian 12's 2.9.10 is one) takes a message that does not
+quite fit a stream's ``max_bytes`` and drops the stream's OLDEST for it, whatever its discard policy says (nats-server issues
+4771 and 4775).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings
+from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings, Wanted
 
 HEADER_BYTES = 4096
 """Room for a message's headers, beside its body."""
@@ -13,9 +18,10 @@ _DUPLICATES_S = 600.0  # how long the broker knows an answer's message id; the s
 _MAX_UNACKNOWLEDGED = 65536  # of a consumer; what a worker holds is bounded by its tokens
 
 
-async def create_parts(js: Any, stream: str, settings: StreamSettings) -> None:
+async def create_parts(js: Any, stream: str, wanted: Wanted) -> None:
     """Make what is not there yet; what is there stays as it is."""
-    for config in _streams(stream, settings):
+    settings = wanted.settings
+    for config in _streams(stream, wanted):
         await _add_stream(js, config)
     consumers = {lane_consumer(lane): ("work", f"work.{lane.name}.>") for lane in LANES}
     consumers |= {f"part-{n}": ("results", f"results.{n}.>") for n in range(settings.num_partitions)}
@@ -29,17 +35,17 @@ def lane_consumer(lane: Lane) -> str:
     return f"work-{lane.priority}-{lane.length}"
 
 
-def _streams(stream: str, settings: StreamSettings) -> list[Any]:
+def _streams(stream: str, wanted: Wanted) -> list[Any]:
     from nats.js import api
 
-    largest = settings.max_message_bytes + HEADER_BYTES
+    largest = wanted.settings.max_message_bytes + HEADER_BYTES
     work = api.StreamConfig(f"{stream}_work", subjects=[f"{stream}.work.>"], max_msg_size=largest, allow_direct=True)
     results = api.StreamConfig(
         f"{stream}_results",
         subjects=[f"{stream}.results.>"],
         retention=api.RetentionPolicy.WORK_QUEUE,
         discard=api.DiscardPolicy.NEW,
-        max_bytes=settings.max_results_bytes,
+        max_msgs=wanted.max_results,
         max_msg_size=largest,
         duplicate_window=_DUPLICATES_S,
     )
@@ -47,7 +53,7 @@ def _streams(stream: str, settings: StreamSettings) -> list[Any]:
         f"{stream}_rows",
         subjects=[f"{stream}.rows.>"],
         discard=api.DiscardPolicy.NEW,
-        max_bytes=settings.max_rows_bytes,
+        max_msgs=wanted.settings.max_chunks,
         max_msg_size=largest,
         allow_direct=True,
     )

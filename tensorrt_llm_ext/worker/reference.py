@@ -25,7 +25,6 @@ from tensorrt_llm_ext.worker.broker import Broker, Message, NotPublished, Publis
 FORMAT = "tensorrt_llm_ext.reference"
 FORMAT_VERSION = 1
 
-_CHUNK_BYTES = 512 << 10
 _CHUNKS_AT_ONCE = 16
 _IDENTITY = ("request_id", "work_item_id", "token_hash", "num_tokens", "truncated_from")
 
@@ -69,12 +68,11 @@ def put_rows(
 
     Where there is none, the chunks that were taken are removed: many workers may wait for room at once.
     """
-    size = min(_CHUNK_BYTES, max_chunk_bytes)
     subject = rows_subject(partition, item)
     chunks: list[int] = []
-    for first in range(0, len(payload), size * _CHUNKS_AT_ONCE):
-        some = payload[first : first + size * _CHUNKS_AT_ONCE]
-        outcomes = broker.publish([Message(subject, some[start : start + size]) for start in range(0, len(some), size)])
+    for first in range(0, len(payload), max_chunk_bytes * _CHUNKS_AT_ONCE):
+        some = payload[first : first + max_chunk_bytes * _CHUNKS_AT_ONCE]
+        outcomes = broker.publish([Message(subject, some[start : start + max_chunk_bytes]) for start in range(0, len(some), max_chunk_bytes)])
         refused = [outcome for outcome in outcomes if isinstance(outcome, NotPublished)]
         taken = [outcome.sequence for outcome in outcomes if isinstance(outcome, Published)]
         if refused:

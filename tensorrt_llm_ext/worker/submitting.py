@@ -55,7 +55,7 @@ def make_stream(broker: Broker, wanted: Wanted, *, defaults: Iterable[str] = ())
     """
     check_taps(wanted)
     if broker.get("facts", KEY) is None:
-        broker.create(wanted.settings)
+        broker.create(wanted)
         if broker.put("facts", KEY, wanted.to_json(), revision=0) is not None:
             return wanted
     there = read_wanted(broker.get("facts", KEY).value, broker.stream)

@@ -22,13 +22,18 @@ from tensorrt_llm_ext.recipes.contract import Contract
 from tensorrt_llm_ext.store import columns_of
 
 FORMAT = "tensorrt_llm_ext.stream"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 KEY = "wanted"
 
 PRIORITIES = {"high": 16, "normal": 4, "low": 1}
 """Priorities and their weights: the share of a worker's tokens that each gets while all of them have work waiting."""
 
 LENGTHS = ("short", "long")
+
+CHUNK_BYTES = 512 << 10
+"""Of rows too large for a message; less where messages are smaller."""
+
+_DESCRIPTION_BYTES = 2 << 10  # what a record says of itself, beside its rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class StreamSettings:
     ack_wait_s: float = 30.0  # without a sign of life for so long, a work item goes to another worker
     lease_s: float = 15.0  # without renewal for so long, a partition goes to another writer
     max_message_bytes: int = 1 << 20  # of one message: a work item, or one record
-    max_results_bytes: int = 1 << 30  # of answers that wait for the store; workers wait beyond it
+    max_results_bytes: int = 1 << 30  # about, of answers that wait for the store; workers wait beyond it
     max_rows_bytes: int = 1 << 30  # of the rows of answers too large for a message, in the same way
     deliveries_before_alone: int = 5  # a work item that comes more often runs alone: it may be what ends the workers
     max_alone: int = 3  # times it runs alone; then it is refused as poison
@@ -53,6 +58,17 @@ class StreamSettings:
                     found=getattr(self, field.name),
                     fix="leave it out, or say a positive number",
                 )
+
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most bytes of a chunk of rows."""
+        return min(CHUNK_BYTES, self.max_message_bytes)
+
+    @property
+    def max_chunks(self) -> int:
+        """How many chunks of rows the stream holds: brokers count messages (``jetstream_parts`` says why)."""
+        return max(1, self.max_rows_bytes // self.chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -102,13 +118,20 @@ class Wanted:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the rows of one token; of states only."""
+        """Bytes of one row of each tap: of a token's states, or of the vectors of a sequence."""
         return sum(column.hidden_size * np.dtype(column.computed_dtype).itemsize for column in columns_of(self.contract))
 
     @property
     def max_answer_bytes(self) -> int:
         """About the most bytes that an answer takes, rows included."""
         return self.settings.max_message_bytes + (self.policy.max_length * self.token_bytes if self.has_states else 0)
+
+    @property
+    def max_results(self) -> int:
+        """How many answers may wait for the store: brokers count messages (``jetstream_parts`` says why)."""
+        largest = self.settings.max_message_bytes
+        usual = largest if self.has_states else min(largest, self.token_bytes + _DESCRIPTION_BYTES)
+        return max(1, self.settings.max_results_bytes // usual)
 
     def lane_of(self, num_tokens: int, priority: str) -> Lane:
         return Lane(priority, LENGTHS[num_tokens >= self.long_tokens])

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import random
 import time
 
 import pytest
-from toy_streams import QUICK, result_message, wait_for, work_message
+from toy_streams import QUICK, result_message, wait_for, wanted_of, work_message
 
 from tensorrt_llm_ext.errors import BrokerError, InputError
 from tensorrt_llm_ext.worker import InProcessBroker, Message, NotPublished, Published
@@ -14,8 +15,8 @@ from tensorrt_llm_ext.worker.wanted import LANES
 
 
 @pytest.fixture
-def made(broker):
-    broker.create(QUICK)
+def made(broker, wanted):
+    broker.create(wanted)
     return broker
 
 
@@ -128,15 +129,38 @@ def test_a_message_id_is_kept_once_even_after_its_message_is_gone(made):
     assert made.pull_results(0, 5) == [] and made.counts().num_results == 0
 
 
-def test_results_are_bounded_in_bytes_and_freed_by_the_store(broker):
-    broker.create(dataclasses.replace(QUICK, max_results_bytes=4000))
-    outcomes = [broker.publish([result_message(body=b"x" * 900)])[0] for _ in range(8)]
-    assert isinstance(outcomes[0], Published) and outcomes[-1].code == "full"
+def test_results_are_bounded_and_freed_by_the_store(broker, engine):
+    wanted = wanted_of(engine, dataclasses.replace(QUICK, max_results_bytes=10_000))
+    broker.create(wanted)
+    outcomes = [broker.publish([result_message(body=b"x" * 900)])[0] for _ in range(wanted.max_results + 1)]
+    assert len(outcomes) == 5 and all(isinstance(one, Published) for one in outcomes[:-1]) and outcomes[-1].code == "full"
     broker.settle(broker.pull_results(0, 1), "ack")
     deadline = time.monotonic() + 5
     while isinstance(broker.publish([result_message(body=b"x" * 900)])[0], NotPublished):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_nothing_that_was_taken_is_dropped_for_what_finds_no_room(broker, engine):
+    """A server may drop its oldest message for one that does not quite fit a bound in bytes."""
+    wanted = wanted_of(engine, dataclasses.replace(QUICK, max_message_bytes=3000, max_rows_bytes=20_000, max_results_bytes=20_000))
+    broker.create(wanted)
+    rng, refused, bodies = random.Random(0), 0, {}
+    for number in range(150):
+        item, body = number % 40, bytes([number]) * rng.randrange(1, 3001)
+        (outcome,) = broker.publish([Message(rows_subject(0, item), body)])
+        if isinstance(outcome, Published):
+            bodies[outcome.sequence] = body
+        else:
+            refused += 1
+            gone = rng.sample(sorted(bodies), rng.randrange(1, 4))
+            broker.remove_chunks(gone)
+            bodies = {sequence: body for sequence, body in bodies.items() if sequence not in gone}
+        assert broker.read("rows", sorted(bodies)) == [bodies[sequence] for sequence in sorted(bodies)]
+    assert refused > 20
+    outcomes = [broker.publish([result_message(body=b"x" * rng.randrange(1, 3001))])[0] for _ in range(60)]
+    taken = [one.sequence for one in outcomes if isinstance(one, Published)]
+    assert [delivery.sequence for delivery in broker.pull_results(0, 60)] == taken and 3 < len(taken) < 60
 
 
 def test_a_message_beyond_the_size_limit_is_not_taken(made):
@@ -189,13 +213,13 @@ def test_a_stream_that_nobody_made_is_an_error(broker):
 
 def test_a_stream_is_made_once_and_then_stays_as_it_is(made, wanted):
     made.publish([work_message(wanted, "a")])
-    made.create(QUICK)
+    made.create(wanted)
     assert made.counts().num_work == 1
 
 
 def test_the_in_process_broker_really_encodes(wanted):
     broker = InProcessBroker()
-    broker.create(QUICK)
+    broker.create(wanted)
     with pytest.raises(TypeError):
         broker.publish([work_message(wanted, "a", json.loads('{"not": "bytes"}'))])
     with pytest.raises(TypeError):

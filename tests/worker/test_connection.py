@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 from nats_server import MISSING, PROGRAM, NatsServer
-from toy_streams import QUICK, answers_of, items, make_stream, work_message, work_messages
+from toy_streams import answers_of, items, make_stream, work_message, work_messages
 
 from tensorrt_llm_ext.errors import BrokerError, InputError
 from tensorrt_llm_ext.worker import Access, JetStreamBroker, Metrics, MetricsServer, Published, Worker, WorkerSettings, connection
@@ -65,14 +65,14 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address(monkeypatch):
     assert "127.0.0.1:1" in caught.value.expected
 
 
-def test_a_token_comes_from_its_file_and_is_never_said(server_with, tmp_path, monkeypatch, caplog):
+def test_a_token_comes_from_its_file_and_is_never_said(server_with, wanted, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(connection, "_CONNECT_S", 2.0)
     server = server_with("--auth", SECRET)
     (tmp_path / "token").write_text(SECRET + "\n")
     (tmp_path / "wrong").write_text("another-secret\n")
     access = Access(server.url, token_file=tmp_path / "token")
     with JetStreamBroker.open(access, "s", name="test") as broker:
-        broker.create(QUICK)
+        broker.create(wanted)
     assert SECRET not in repr(access)
     for wrong in (Access(server.url), Access(server.url, token_file=tmp_path / "wrong")):
         with pytest.raises(BrokerError) as caught:
@@ -82,7 +82,7 @@ def test_a_token_comes_from_its_file_and_is_never_said(server_with, tmp_path, mo
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here, which makes the certificates")
-def test_tls_is_spoken_and_an_unknown_certificate_is_not_trusted(server_with, tmp_path, monkeypatch):
+def test_tls_is_spoken_and_an_unknown_certificate_is_not_trusted(server_with, wanted, tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "_CONNECT_S", 2.0)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
@@ -90,7 +90,7 @@ def test_tls_is_spoken_and_an_unknown_certificate_is_not_trusted(server_with, tm
     server = server_with("--tls", "--tlscert", str(cert), "--tlskey", str(key))
     url = server.url.replace("nats://", "tls://")
     with JetStreamBroker.open(Access(url, tls_ca=cert), "s", name="test") as broker:
-        broker.create(QUICK)
+        broker.create(wanted)
     assert isinstance(Access(url).options()["tls"], ssl.SSLContext)
     with pytest.raises(BrokerError):
         JetStreamBroker.open(Access(url), "s", name="test")

@@ -81,7 +81,7 @@ def are_there(broker, referred):
 @pytest.mark.parametrize("max_tokens", [None, 60], ids=["they hold the orphans' items", "their hands are full"])
 def test_workers_get_the_room_that_orphans_take(states_engine, broker, session, tmp_path, max_tokens):
     """Three workers died before they published a reference; what is left has no room for any answer."""
-    wanted = wanted_of(states_engine, dataclasses.replace(SMALL, max_rows_bytes=20_000))
+    wanted = wanted_of(states_engine, dataclasses.replace(SMALL, max_rows_bytes=25_000))
     make_stream(broker, wanted)
     work = masked([work_item(f"r{number}", [number] * 30) for number in range(10)])
     broker.publish(work_messages(wanted, work))

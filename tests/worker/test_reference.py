@@ -222,11 +222,11 @@ def test_rows_that_nobody_refers_to_go_when_their_item_is_settled(broker, states
 
 def test_where_rows_have_no_room_nothing_of_them_stays_and_what_others_put_does(broker, wanted):
     make_stream(broker, wanted)
-    theirs = put_rows(broker, b"x" * 900_000, 0, 7, max_chunk_bytes=2000)
+    theirs = put_rows(broker, b"x" * 600_000, 0, 7, max_chunk_bytes=2000)
     before = rows_bytes(broker)
     outcome = put_rows(broker, b"y" * 300_000, 0, 7, max_chunk_bytes=2000)
     assert isinstance(outcome, NotPublished) and outcome.code == "full"
-    assert rows_bytes(broker) == before and broker.read("rows", theirs) == [b"x" * 2000] * 450
+    assert rows_bytes(broker) == before and broker.read("rows", theirs) == [b"x" * 2000] * 300
 
 
 def test_workers_wait_while_there_is_no_room_for_rows_and_lose_nothing(states_engine, broker, tmp_path):

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 from fuzzed import fuzzed_bodies
-from toy_engines import ALL, LAST, MEAN, NAN_TOKEN, Toy, reference, work_item, write_engine
-from toy_streams import LIMITS, QUICK, answers_of, items, make_stream, wanted_of, work_message, work_messages
+from toy_engines import LAST, MEAN, NAN_TOKEN, Toy, reference, work_item, write_engine
+from toy_streams import LIMITS, QUICK, answers_of, items, make_stream, masked, wanted_of, work_message, work_messages
 
 from tensorrt_llm_ext.errors import BackendError, BrokerError, CanaryError, NotAdmitted
 from tensorrt_llm_ext.results import Record, Tokenisation
@@ -95,9 +95,9 @@ def test_wrong_numbers_do_not_join(local, engine):
             Worker(wrong, local, settings=IDLE).run()
 
 
-def test_a_stream_that_asks_for_nothing_is_an_error(session):
+def test_a_stream_that_asks_for_nothing_is_an_error(session, wanted):
     broker = InProcessBroker()
-    broker.create(QUICK)
+    broker.create(wanted)
     with pytest.raises(BrokerError, match="nobody has said what the stream 'work' asks for"):
         Worker(session, broker).run()
 
@@ -333,13 +333,12 @@ def test_when_results_are_full_it_waits_for_the_store_and_loses_nothing(engine, 
     assert len(found) == 60
 
 
-def test_a_record_that_the_broker_never_has_room_for_is_refused_with_the_numbers(tmp_path):
-    engine = write_engine(tmp_path / "engine", Toy(taps=(LAST, ALL), limits=LIMITS))
-    wanted = wanted_of(engine, dataclasses.replace(QUICK, max_message_bytes=3000, max_rows_bytes=6000))
+def test_a_record_that_the_broker_never_has_room_for_is_refused_with_the_numbers(states_engine):
+    wanted = wanted_of(states_engine, dataclasses.replace(QUICK, max_message_bytes=3000, max_rows_bytes=6000))
     broker = InProcessBroker()
     make_stream(broker, wanted)
-    broker.publish(work_messages(wanted, [work_item("big", list(range(30))), work_item("small", [1, 2])]))
-    with Session.open(engine, num_threads=1) as session:
+    broker.publish(work_messages(wanted, masked([work_item("big", list(range(30))), work_item("small", [1, 2])])))
+    with Session.open(states_engine, num_threads=1) as session:
         Worker(session, broker, settings=IDLE).run()
     answers = answers_of(broker, wanted)
     assert isinstance(answers[2], Record) and answers[1].code == "result_too_large"

@@ -67,7 +67,7 @@ def result_message(partition: int = 0, body: bytes = b"x", **changed) -> Message
 
 def make_stream(broker, wanted: Wanted) -> None:
     """Make the stream and say what it asks for."""
-    broker.create(wanted.settings)
+    broker.create(wanted)
     broker.put("facts", "wanted", wanted.to_json())
 
 
