@@ -11,6 +11,7 @@ from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
 
 _ROWS_A_STRETCH = 4096
 _Row = AcceptedRow | RefusedRow
+_Identity = tuple[str, str, bytes | None]  # request id, token hash, loss mask
 
 
 @dataclass
@@ -49,12 +50,13 @@ def divided(rows: Iterator[_Row], end: int) -> tuple[Iterator[_Row], Iterator[_R
 
 
 def settled_stretches(
-    rows: Iterable[AcceptedRow | RefusedRow], stored: Iterator[tuple[int, str, str]], failed: Iterator[dict]
+    rows: Iterable[AcceptedRow | RefusedRow], stored: Iterator[tuple[int, str, str, bytes | None]], failed: Iterator[dict]
 ) -> Iterator[SettledStretch]:
-    """Hold each row against the dataset, which has row number, request id and token hash, and against failed.jsonl.
+    """Hold each row against the dataset, which has row number, request id, token hash and loss mask, and against
+    failed.jsonl, which has no mask.
 
     All three are in row order and are read once, side by side. Raises ForeignDataset at the first row that is not what
-    it was: another input, or the same id with other tokens.
+    it was: another input, or the same id with other tokens or another mask.
     """
     next_stored, next_failed = next(stored, None), next(failed, None)
     stretch: SettledStretch | None = None
@@ -69,7 +71,7 @@ def settled_stretches(
             stretch.num_stored += 1
             stretch.num_tokens += len(row.item.token_ids) if isinstance(row, AcceptedRow) else 0
         elif next_failed is not None and next_failed["row"] == row.number:
-            known = next_failed["request_id"], next_failed["token_hash"]
+            known = next_failed["request_id"], next_failed["token_hash"], _mask_of(row)
             stretch.failed[next_failed["code"]] += 1
             next_failed = next(failed, None)
         if known != _identity(row):
@@ -81,13 +83,21 @@ def settled_stretches(
         yield stretch
 
 
-def _identity(row: AcceptedRow | RefusedRow) -> tuple[str, str] | None:
-    return (row.item.request_id, row.item.token_hash) if isinstance(row, AcceptedRow) else None
+def _identity(row: _Row) -> _Identity | None:
+    return (row.item.request_id, row.item.token_hash, _mask_of(row)) if isinstance(row, AcceptedRow) else None
 
 
-def _other_row(row: AcceptedRow | RefusedRow, known: tuple[str, str] | None) -> ForeignDataset:
-    def described(identity: tuple[str, str] | None) -> str:
-        return "a refused row" if identity is None else f"request '{identity[0]}' with tokens {identity[1]}"
+def _mask_of(row: _Row) -> bytes | None:
+    has_mask = isinstance(row, AcceptedRow) and row.item.loss_mask is not None
+    return row.item.loss_mask.tobytes() if has_mask else None
+
+
+def _other_row(row: _Row, known: _Identity | None) -> ForeignDataset:
+    def described(identity: _Identity | None) -> str:
+        if identity is None:
+            return "a refused row"
+        request_id, tokens, mask = identity
+        return f"request '{request_id}' with tokens {tokens}" + (f" and loss mask {''.join(map(str, mask))}"[:200] if mask else "")
 
     found = described(_identity(row)) + (f" ({row.refusal.code})" if isinstance(row, RefusedRow) else "")
     return ForeignDataset(

@@ -19,7 +19,7 @@ from pathlib import Path
 from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.results.record import Record, WorkItem
-from tensorrt_llm_ext.store.disk import disk_errors
+from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
 from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, FolderLock, created, locked, synced
 from tensorrt_llm_ext.store.header import FORMAT_VERSION, FORMATS, Header, check_same, identity_of
 from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, publish_part, read_sequences, swept, write_part
@@ -32,7 +32,7 @@ from tensorrt_llm_ext.store.manifest import (
     states_folder,
     write_json,
 )
-from tensorrt_llm_ext.store.shard import ShardBuffer, ShardFile, StoredSequence, write_shard
+from tensorrt_llm_ext.store.shard import LOSS_MASK, ShardBuffer, ShardFile, StoredSequence, open_shard, write_shard
 from tensorrt_llm_ext.store.shard_size import row_bytes, shard_rows
 
 _NUM_BUFFERS = 2
@@ -131,12 +131,16 @@ class StatesStore:
         """How many rows of the input, from the first, what is published has settled: stored, refused or failed."""
         return self._parts[-1].settled_rows if self._parts else 0
 
-    def identities(self) -> Iterator[tuple[int, str, str]]:
-        """The row number, request id and token hash of every published request, in row order, a window group at a time."""
-        group: list[tuple[int, str, str]] = []
+    def identities(self) -> Iterator[tuple[int, str, str, bytes | None]]:
+        """The row number, request id, token hash and loss mask of every published request, in row order, a window group at
+        a time. Raises StoreError for a file that is missing or damaged."""
+        group: list[tuple[int, str, str, bytes | None]] = []
         for part in list(self._parts):
-            sequences = read_sequences(self.path, part, self.header)
-            group += [(sequence.row, sequence.request_id, sequence.token_hash) for sequence in sequences]
+            with damage_errors(self.path / part.shard.name):
+                masks = open_shard(self.path / part.shard.name)[LOSS_MASK]
+            for one in read_sequences(self.path, part, self.header):
+                mask = masks[one.first_row : one.first_row + one.num_rows].tobytes()
+                group.append((one.row, one.request_id, one.token_hash, mask))
             if part.settled_rows is not None:
                 yield from sorted(group)
                 group = []

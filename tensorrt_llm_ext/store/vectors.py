@@ -92,11 +92,13 @@ class VectorStore:
             batches = self._dataset.to_batches(columns=["window_end"])
             return max((pc.max(batch["window_end"]).as_py() for batch in batches), default=0)
 
-    def identities(self) -> Iterator[tuple[int, str, str]]:
-        """The row number, request id and token hash of every committed row, in order, in constant memory."""
+    def identities(self) -> Iterator[tuple[int, str, str, bytes | None]]:
+        """The row number, request id, token hash and loss mask, always None, of every committed row, in order, in constant
+        memory."""
         with damage_errors(self.path):
             for batch in self._dataset.to_batches(columns=["row", "request_id", "token_hash"], scan_in_order=True):
-                yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+                for identity in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                    yield *identity, None
 
     def append(self, row: int, item: WorkItem, record: Record) -> None:
         """Take the record of input row ``row`` for the next commit. Raises LineageError, and then takes nothing."""

@@ -275,7 +275,7 @@ class Partition:
     def _read_identities(self) -> None:
         ids: list[str] = []
         hashes: list[str] = []
-        for row, request_id, token_hash in self._store.identities():
+        for row, request_id, token_hash, _ in self._store.identities():
             self._settled.add(row + 1)
             ids.append(request_id)
             hashes.append(token_hash)

@@ -12,8 +12,8 @@ from toy_engines import ALL, LAST, Toy, reference, write_engine
 from toy_jobs import BAD_ROWS, LIMITS, NAN_ROW, contents_of, ledger_of, rows_of_states, run, write_input
 from wrapped_sessions import Wrapped
 
-from tensorrt_llm_ext.errors import CanaryError, DiskFull, InputError, NoRoom
-from tensorrt_llm_ext.inputs import Sharding
+from tensorrt_llm_ext.errors import CanaryError, DiskFull, ForeignDataset, InputError, NoRoom
+from tensorrt_llm_ext.inputs import Fields, Sharding
 from tensorrt_llm_ext.job import report as report_module
 from tensorrt_llm_ext.store import states
 
@@ -130,6 +130,28 @@ def test_a_stop_keeps_what_a_canary_has_proven(engine, undisturbed, tmp_path):
     assert report.is_interrupted and report.shortfall == 0 and 0 < report.stored == len(rows_of_states(tmp_path / "out"))
     run(engine, prompts, tmp_path / "out", resume=True)
     assert contents_of(tmp_path / "out") == expected
+
+
+def test_a_loss_mask_that_changed_is_noticed_when_its_run_goes_on(engine, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    rows = [{"id": f"r{row}", "ids": [row, row + 1, row + 2], "mask": [0, 1, 1]} for row in range(40)]
+    options = {"fields": Fields(ids="ids", request_id="id", loss_mask="mask"), "loss_mask": "field"}
+
+    def write():
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write()
+    run(engine, prompts, out, limit=20, **options)
+    rows[13]["mask"] = [0, 0, 1]
+    write()
+    with pytest.raises(ForeignDataset, match="row 13 of the input is not the row") as caught:
+        run(engine, prompts, out, resume=True, **options)
+    assert caught.value.expected.endswith("loss mask 011") and caught.value.found.endswith("loss mask 001")
+    rows[13]["mask"] = [0, 1, 1]
+    rows[25]["mask"] = [1, 0, 1]  # not settled yet
+    write()
+    assert run(engine, prompts, out, resume=True, **options).already_stored == 20
+    check_rows(prompts, out, range(40))
 
 
 @pytest.mark.parametrize("step, number", [("write_shard", 0), ("write_shard", 2), ("write_part", 1), ("publish_part", 1)])

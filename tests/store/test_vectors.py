@@ -78,7 +78,7 @@ def test_a_reopened_dataset_says_what_is_settled_and_goes_on(tmp_path, header, f
         assert store.settled_rows == 4
     with VectorStore.open(tmp_path, header) as store:
         assert store.settled_rows == 4 and store.num_bytes == num_bytes > 0
-        assert list(store.identities()) == [(row, f"id {row}", make_answer(header, row)[0].token_hash) for row in (0, 2)]
+        assert list(store.identities()) == [(row, f"id {row}", make_answer(header, row)[0].token_hash, None) for row in (0, 2)]
         fill(store, [5])
     assert rows_of(tmp_path)["row"].to_pylist() == [0, 2, 5]
 
