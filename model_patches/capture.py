@@ -86,8 +86,9 @@ class Capture:
         self._running = threading.local()  # the flight of this thread's forward
         self._expected: dict[str, deque[WorkItem]] = defaultdict(deque)  # by token hash
         self._request_ids: set[str] = set()
+        self._waiting: dict[str, None] = {}  # request ids without an answer, in order; those of a running forward too
         self._answers: list[Record | Failure] = []
-        self._num_answered = self._num_unexpected = 0
+        self._num_unexpected = 0
         self._replaced = (
             (model, _like(self._outer, self._forward)),
             (model.model, _like(self._inner, self._forward_inner)),
@@ -107,6 +108,7 @@ class Capture:
                         fix="give every request its own id",
                     )
                 self._request_ids.add(item.request_id)
+                self._waiting[item.request_id] = None
                 self._expected[item.token_hash].append(item)
 
     def take(self) -> list[Record | Failure]:
@@ -118,12 +120,12 @@ class Capture:
     def finish(self) -> list[Record | Failure]:
         """Return the last answers; raise PlanError, keeping them for ``take``, while an announced item has none."""
         with self._lock:
-            waiting = [item.request_id for items in self._expected.values() for item in items]
+            waiting, num_announced = list(self._waiting), len(self._request_ids)
         if waiting:
             raise PlanError(
                 f"{len(waiting)} announced requests did not come back, the first '{waiting[0]}'",
-                expected=f"{len(self._request_ids)} requests captured, each with the token ids of its work item",
-                found=f"{self._num_answered} captured; {self._num_unexpected} ran with token ids nobody announced",
+                expected=f"{num_announced} requests captured, each with the token ids of its work item",
+                found=f"{num_announced - len(waiting)} captured; {self._num_unexpected} ran with token ids nobody announced",
                 fix="give upstream the work items' token ids (prompt_token_ids), and wait until they have run",
             )
         return self.take()
@@ -131,8 +133,9 @@ class Capture:
     def stats(self) -> dict[str, int]:
         """The plans' counts, and requests: answered, waiting, and unexpected (ran, but were not announced)."""
         with self._lock:
-            waiting = sum(map(len, self._expected.values()))
-            requests = {"answered": self._num_answered, "waiting": waiting, "unexpected": self._num_unexpected}
+            waiting = len(self._waiting)
+            answered = len(self._request_ids) - waiting
+            requests = {"answered": answered, "waiting": waiting, "unexpected": self._num_unexpected}
         return {**self._plans.stats(), **requests}
 
     def close(self) -> None:
@@ -237,7 +240,8 @@ class Capture:
             )
         with self._lock:
             self._answers += flight.answers
-            self._num_answered += len(flight.answers)
+            for answer in flight.answers:
+                del self._waiting[answer.request_id]
 
     def _put_back(self, flight: _Flight) -> None:
         with self._lock:

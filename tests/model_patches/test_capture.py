@@ -312,6 +312,23 @@ def test_a_forward_that_passes_the_model_by_is_refused(contract):
     assert captured.stats()["open"] == 0 and captured.stats()["refused"] == 1
 
 
+def test_a_request_whose_forward_still_runs_has_not_come_back(model, contract):
+    """Upstream's executor has threads of its own: whoever asks too early must hear it."""
+
+    def finish_too_early(metadata):
+        with pytest.raises(PlanError, match="1 announced requests did not come back, the first 'request-1'"):
+            captured.finish()
+        assert captured.stats()["waiting"] == captured.stats()["answered"] == 1
+
+    captured = meddled(model, contract)
+    first, second = items(2)
+    captured.expect([first, second])
+    step(model, prompts_of([first]))
+    model.model.before = finish_too_early
+    step(model, prompts_of([second]))
+    assert [answer.request_id for answer in captured.finish()] == ["request-0", "request-1"]
+
+
 def test_a_forward_that_fails_leaves_its_requests_waiting(model, contract):
     def fail(output):
         raise RuntimeError("out of memory")
