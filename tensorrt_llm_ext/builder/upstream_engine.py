@@ -14,6 +14,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from tensorrt_llm_ext.backends.trt.plan_file import foreign_start
 from tensorrt_llm_ext.builder.upstream import SAFE_FP8_CONTEXT_FMHA_FROM, VERSIONS
 from tensorrt_llm_ext.checkpoint.fields import integer
 from tensorrt_llm_ext.errors import DamagedCheckpoint, EngineError, IncompatibleEngine
@@ -250,6 +251,8 @@ def _check_files(folder: Path) -> None:
             found=", ".join(engines) or "no engine" if engines != [PLAN] else f"an empty {PLAN}",
             fix="build it with a checkpoint converted for one GPU, or copy the directory again",
         )
+    if (start := foreign_start(folder / PLAN)) is not None:
+        raise _damaged(folder / PLAN, "a TensorRT plan, which begins with ?trt", f"a file that begins with {start!r}")
     managed = sorted(path.name for path in folder.glob("rank*_managed_weights.safetensors"))
     if managed:
         raise _refused(

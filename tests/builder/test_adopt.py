@@ -256,6 +256,10 @@ DAMAGED = {
     ),
     "no engine": (lambda folder: (folder / "rank0.engine").unlink(), "does not hold one engine"),
     "an empty engine": (lambda folder: (folder / "rank0.engine").write_bytes(b""), "does not hold one engine"),
+    "a page, not an engine": (
+        lambda folder: (folder / "rank0.engine").write_bytes(b"<!DOCTYPE html>"),
+        "rank0.engine' is not what trtllm-build writes",
+    ),
     "two ranks": (lambda folder: (folder / "rank1.engine").write_bytes(b"x"), "does not hold one engine"),
     "weights apart": (lambda folder: (folder / "rank0_managed_weights.safetensors").touch(), "lacks its weights"),
 }

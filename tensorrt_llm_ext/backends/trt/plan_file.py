@@ -29,17 +29,22 @@ def find_plan(folder: Path, contract: Contract) -> tuple[Path, EngineFile]:
     (file,) = plans
     path = folder / file.name
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as content:
-            start = content.read(4)
+        size, start = path.stat().st_size, foreign_start(path)
     except OSError as error:
         raise _damaged(path, "a plan that can be read", error) from error
-    if start[1:] != _MAGIC:
+    if start is not None:
         found = f"a file of another type, which begins with {start!r}"
         raise _damaged(path, "a TensorRT plan, which begins with ?trt", found)
     if size != file.size:
         raise _damaged(path, f"{file.size:,} bytes", f"{size:,} bytes")
     return path, file
+
+
+def foreign_start(path: Path) -> bytes | None:
+    """The first bytes of a file that is no plan of any TensorRT; None for a plan. Raises OSError."""
+    with open(path, "rb") as content:
+        start = content.read(4)
+    return None if start[1:] == _MAGIC else start
 
 
 def check_hash(path: Path, file: EngineFile) -> None:
