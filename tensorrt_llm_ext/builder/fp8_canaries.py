@@ -18,9 +18,10 @@ from tensorrt_llm_ext.builder.layerwise import Step, batches_of, embedded
 from tensorrt_llm_ext.checkpoint import Checkpoint
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS
 from tensorrt_llm_ext.errors import BuildError
+from tensorrt_llm_ext.graph.fp8 import FP8_MAX, rounded_to_fp8
 from tensorrt_llm_ext.graph.layer_model import input_scale, layer_model, norm_model
 from tensorrt_llm_ext.graph.layers import layer_prefix
-from tensorrt_llm_ext.graph.quantisation import Fp8Linears
+from tensorrt_llm_ext.graph.quantisation import SMALLEST_ROW, Fp8Linears
 from tensorrt_llm_ext.recipes import BuildSettings
 from tensorrt_llm_ext.recipes.contract import Canary, row_distances
 from tensorrt_llm_ext.taps import Norm
@@ -42,8 +43,8 @@ class Fp8Oracle:
         ends = np.cumsum([*map(len, sequences)])[:-1]
         batches = batches_of(sequences, checkpoint.architecture.vocab_size)
         longest = max(map(len, sequences))
-        steps: dict[tuple[str, ...], Step] = {}  # by the linears that are rounded: layers keep different ones
-        exact = steps[()] = Step(layer_model(checkpoint, longest), checkpoint)
+        steps: dict[tuple[tuple[str, ...], ...], Step] = {}  # by the linears that are rounded: layers keep different ones
+        exact = steps[(), ()] = Step(layer_model(checkpoint, longest), checkpoint)
 
         def result(layer: int, norm: Norm) -> tuple[int, Norm, list[np.ndarray]]:
             self.rounded[layer, norm] = np.split(y, ends)
@@ -54,11 +55,15 @@ class Fp8Oracle:
         for layer in range(num_layers if last_layer is None else last_layer):
             prefix = layer_prefix(layer)
             weights = exact.weights(prefix)
-            in_fp8 = tuple(name for name in _LINEARS if prefix + name in self._linears.scales)
-            if in_fp8 not in steps:
-                steps[in_fp8] = Step(layer_model(checkpoint, longest, rounded=in_fp8), checkpoint)
+            fixed, by_row = (
+                tuple(name for name in _LINEARS if prefix + name in linears)
+                for linears in (self._linears.scales, self._linears.by_row)
+            )
+            if (fixed, by_row) not in steps:
+                steps[fixed, by_row] = Step(layer_model(checkpoint, longest, rounded=fixed, by_row=by_row), checkpoint)
             x = exact.run(prefix, weights, x, batches)
-            y = steps[in_fp8].run(prefix, weights | self._feed(checkpoint, weights, prefix, in_fp8), y, batches)
+            feed = self._feed(checkpoint, weights, prefix, fixed) | _feed_by_row(checkpoint, weights, prefix, by_row)
+            y = steps[fixed, by_row].run(prefix, weights | feed, y, batches)
             yield result(layer + 1, "pre")
         if last_layer is None:
             norm = Step(norm_model(checkpoint), checkpoint)
@@ -66,13 +71,26 @@ class Fp8Oracle:
             yield result(num_layers, "post")
 
     def _feed(
-        self, checkpoint: Checkpoint, weights: dict[str, np.ndarray], prefix: str, in_fp8: Sequence[str]
+        self, checkpoint: Checkpoint, weights: dict[str, np.ndarray], prefix: str, fixed: Sequence[str]
     ) -> dict[str, np.ndarray]:
         """The inputs of a step that rounds; weights that the checkpoint stores in FP8 are rounded already."""
-        linears = [prefix + name for name in in_fp8]
+        linears = [prefix + name for name in fixed]
         scales = self._linears.scales
-        inputs = {input_scale(name): np.array(scales[prefix + name].activation, np.float32) for name in in_fp8}
+        inputs = {input_scale(name): np.array(scales[prefix + name].activation, np.float32) for name in fixed}
         return inputs | rounded(weights, prefix, [name for name in linears if checkpoint.fp8_scales(name) is None], scales)
+
+
+def _feed_by_row(
+    checkpoint: Checkpoint, weights: dict[str, np.ndarray], prefix: str, by_row: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Weights with each row rounded by its own size, where the checkpoint does not store them rounded."""
+    feed = {}
+    for name in by_row:
+        if checkpoint.fp8_scales(prefix + name) is None:
+            weight = weights[f"{name}.weight"]
+            scales = np.maximum(np.abs(weight).max(axis=1, keepdims=True), SMALLEST_ROW).astype(np.float32) / np.float32(FP8_MAX)
+            feed[f"{name}.weight"] = rounded_to_fp8(weight, scales).astype(np.float32) * scales
+    return feed
 
 
 def check_fp8_canaries(
@@ -80,7 +98,7 @@ def check_fp8_canaries(
 ) -> float:
     """Return the largest distance of a canary's rows in FP8. Raises BuildError when the engine would fail one of them.
 
-    A plan computes in bfloat16 around its FP8 products, so a part of the tolerance is left to that: two errors that have
+    A card computes in bfloat16 around its FP8 products, so a part of the tolerance is left to that: two errors that have
     nothing to do with each other add by their squares.
     """
     tolerance = TOLERANCES["fp8"]

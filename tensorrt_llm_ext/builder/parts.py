@@ -28,6 +28,6 @@ class EngineParts:
     compiled_from: dict[str, str] | None = None
     """Hashes by name, where ``files`` have other bytes from build to build: then this is the plan's identity."""
     fp8: Fp8Linears | None = None
-    """What the engine computes in FP8, by scales that are fixed: then its canaries are run with that rounding, too."""
+    """What the engine computes in FP8: then its canaries are run with that rounding, too."""
     build: dict = field(default_factory=dict)
     """Facts of the build for the reader; JSON types."""

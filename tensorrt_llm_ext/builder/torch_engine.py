@@ -33,6 +33,7 @@ from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes, product_linears
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, Fp8Scales, TensorInfo
 from tensorrt_llm_ext.errors import UnsupportedCheckpoint
+from tensorrt_llm_ext.graph.quantisation import Fp8Linears, LinearScales
 from tensorrt_llm_ext.graph.weights import check_space, link
 from tensorrt_llm_ext.recipes import BuildSettings
 from tensorrt_llm_ext.recipes.contract import MemoryEstimate
@@ -79,6 +80,7 @@ def write_torch_engine(
         weight_dtype="float8_e4m3fn" if settings.precision == "fp8" else num_bytes.most_common(1)[0][0],
         memory=_memory(checkpoint.architecture, settings, index),
         accepted_runtime=ACCEPTED_RUNTIME,
+        fp8=_linears(stored, kept, highest) if settings.precision == "fp8" else None,
         build={"calibration": measured.facts(checkpoint)} if measured else _facts(stored, kept),
     )
 
@@ -100,6 +102,22 @@ def _kept(stored: Mapping[str, Fp8Scales], settings: BuildSettings, num_layers: 
     products = [f"{layer}.{part}" for layer in range(num_layers) for part in PRODUCTS]
     named = settings.fp8_kept or ()
     return tuple(p for p in products if p in named or not stored.keys() >= {*product_linears(p)})
+
+
+def _linears(stored: Mapping[str, Fp8Scales], kept: tuple[str, ...], num_layers: int) -> Fp8Linears:
+    """How the linears of the layers are rounded: by fixed scales of the checkpoint's for the input where it brings any
+    (linears that are fused have the largest of theirs), row by row elsewhere."""
+    fixed, by_row, in_bfloat16 = {}, set(), set()
+    for product in (f"{layer}.{part}" for layer in range(num_layers) for part in PRODUCTS):
+        names = product_linears(product)
+        scales = [stored[name].activation for name in names if name in stored]
+        if product in kept:
+            in_bfloat16.update(names)
+        elif scales and None not in scales:
+            fixed.update({name: LinearScales(max(scales), stored[name].weight) for name in names})
+        else:
+            by_row.update(names)
+    return Fp8Linears(fixed, frozenset(in_bfloat16), frozenset(by_row))
 
 
 def _facts(stored: Mapping[str, Fp8Scales], kept: tuple[str, ...]) -> dict:

@@ -15,7 +15,7 @@ import onnx
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.graph.layers import decoder_layer, final_norm, layer_prefix, layout_inputs, rope_rows
 from tensorrt_llm_ext.graph.operators import Graph
-from tensorrt_llm_ext.graph.quantisation import rounded_value
+from tensorrt_llm_ext.graph.quantisation import rounded_rows, rounded_value
 
 if TYPE_CHECKING:
     from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
@@ -33,16 +33,22 @@ Operands = Callable[[Graph, str, str], tuple[str, str]]
 
 
 def layer_model(
-    checkpoint: Checkpoint, max_seq_len: int, *, with_input_sizes: bool = False, rounded: Collection[str] = ()
+    checkpoint: Checkpoint,
+    max_seq_len: int,
+    *,
+    with_input_sizes: bool = False,
+    rounded: Collection[str] = (),
+    by_row: Collection[str] = (),
 ) -> onnx.ModelProto:
     """Write the layer that takes STATES, the layout's indices and a layer's weights, and gives NEXT_STATES.
 
     Weights go by their names in the checkpoint without ``layer_prefix``; every layer of a decoder has the same. With
     ``with_input_sizes`` there is an output for each linear, named by it: a scalar, the largest absolute value of its
-    input. The inputs of the linears ``rounded`` are rounded to FP8, each by one more input, its ``input_scale``.
+    input. The inputs of the linears ``rounded`` are rounded to FP8, each by one more input, its ``input_scale``;
+    those of ``by_row`` each row by its own size.
     """
     a = checkpoint.architecture
-    operands = _measured if with_input_sizes else partial(_rounded, rounded) if rounded else None
+    operands = _measured if with_input_sizes else partial(_rounded, rounded, by_row) if rounded or by_row else None
     g = _graph(checkpoint, layer_prefix(0), operands)
     x = g.input(STATES, "float32", ("T", a.hidden_size))
     layout = layout_inputs(g)
@@ -72,8 +78,10 @@ def _measured(g: Graph, x: str, name: str) -> tuple[str, str]:
     return x, g.weight(f"{name}.weight")
 
 
-def _rounded(linears: Collection[str], g: Graph, x: str, name: str) -> tuple[str, str]:
-    """Operands whose input is rounded, where the linear is one of ``linears``."""
-    if name in linears:
+def _rounded(linears: Collection[str], by_row: Collection[str], g: Graph, x: str, name: str) -> tuple[str, str]:
+    """Operands whose input is rounded, where the linear is one of ``linears`` or of ``by_row``."""
+    if name in by_row:
+        x = rounded_rows(g, x)
+    elif name in linears:
         x = rounded_value(g, x, g.input(input_scale(name), "float32", ()))
     return x, g.weight(f"{name}.weight")

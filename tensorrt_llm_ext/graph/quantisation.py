@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tensorrt_llm_ext.errors import BuildError
-from tensorrt_llm_ext.graph.fp8 import FP8
-from tensorrt_llm_ext.graph.operators import Graph
+from tensorrt_llm_ext.graph.fp8 import FP8, FP8_MAX
+from tensorrt_llm_ext.graph.operators import ONNX_TYPES, Graph
 from tensorrt_llm_ext.graph.weights import ExternalWeights
+
+SMALLEST_ROW = 1e-12  # a row of zeros gets its scale from this, and stays zero
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,15 @@ class LinearScales:
 
 @dataclass(frozen=True)
 class Fp8Linears:
-    """Every linear of a decoder by name (``model.layers.0.self_attn.q_proj`` …): its scales, or that it is kept as it is."""
+    """Every linear of a decoder by name (``model.layers.0.self_attn.q_proj`` …): its scales, or that it is kept as it is.
+
+    ``by_row`` has scales of its own for each row of its input and of its weight, found when it is computed: backend torch
+    does that, and no compiled graph.
+    """
 
     scales: Mapping[str, LinearScales]
     kept: frozenset[str] = frozenset()
+    by_row: frozenset[str] = frozenset()
 
 
 class Fp8Operands:
@@ -83,3 +90,11 @@ class Fp8Operands:
 def rounded_value(g: Graph, x: str, scale: str) -> str:
     """``x`` rounded to FP8 by a scalar scale, and in its own type again."""
     return g.node("DequantizeLinear", g.node("QuantizeLinear", x, scale, g.constant(0, FP8)), scale)
+
+
+def rounded_rows(g: Graph, x: str) -> str:
+    """``x`` ``[rows, width]`` rounded to FP8, each row by the scale of its own largest value, and in its own type again."""
+    largest = g.node("ReduceMax", g.node("Abs", x), g.constant([-1], "int64"), keepdims=1)
+    scales = g.divide(g.node("Max", largest, g.constant(SMALLEST_ROW, g.dtype)), g.constant(FP8_MAX, g.dtype))
+    codes = g.node("Cast", g.divide(x, scales), to=ONNX_TYPES[FP8])
+    return g.multiply(g.node("Cast", codes, to=ONNX_TYPES[g.dtype]), scales)

@@ -13,6 +13,7 @@ from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.backends.torch import plain
 from tensorrt_llm_ext.backends.torch.values import FP8, Linear, Rows
 from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
+from tensorrt_llm_ext.builder import build as builder
 from tensorrt_llm_ext.builder import build_engine, canaries
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS
@@ -29,7 +30,15 @@ IDS = [f"{method}, {'fixed' if scale else 'row by row'}" for method, scale in KI
 
 
 @pytest.fixture
-def build(cpu_card, tmp_path, monkeypatch):
+def foretold(monkeypatch):
+    """States of the canaries with the rounding, as a build computes them; whatever they are, the engine is published."""
+    found = {}
+    monkeypatch.setattr(builder, "check_fp8_canaries", lambda checkpoint, settings, given, states: found.update(states) or 0.0)
+    return found
+
+
+@pytest.fixture
+def build(cpu_card, tmp_path, monkeypatch, foretold):
     monkeypatch.setitem(canaries.TOLERANCES, "fp8", 0.02)  # a tiny random model's states lie too near for the real one
 
     def built(method, input_scale, **options):
@@ -77,6 +86,8 @@ def reference(folder, sequences, input_scale):
         return ((rows / scales).clamp(-448, 448).to(FP8).float() * scales,)
 
     with torch.no_grad():
+        for name, parameter in model.model.named_parameters(prefix="model"):
+            parameter.copy_(stored[name].float())
         for name, module in model.model.named_modules(prefix="model"):
             if f"{name}.weight_scale" in stored:
                 module.weight.copy_(stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"])
@@ -100,6 +111,45 @@ def test_states_are_those_of_the_rounding_that_the_checkpoint_asks_for(build, me
     right, other = (np.concatenate(reference(folder, sequences, scale)) for scale in ((input_scale, None) if input_scale else (None, SCALE)))
     near, far = cosine(found, right), cosine(found, other)
     assert near.min() > 0.99 and far.mean() < 0.99 < 0.997 < near.mean()
+
+
+@pytest.mark.parametrize(("method", "input_scale"), KINDS, ids=IDS)
+def test_the_build_foretells_the_canaries_of_that_rounding(build, foretold, method, input_scale):
+    folder, engine = build(method, input_scale)
+    sequences = [np.array(canary.token_ids) for canary in read_contract(engine).canaries]
+    right, other = (np.concatenate(reference(folder, sequences, scale)) for scale in ((input_scale, None) if input_scale else (None, SCALE)))
+    found = np.concatenate(foretold[2, "post"])
+    assert cosine(found, right).min() > 0.9999 > 0.999 > cosine(found, other).mean()
+
+
+def test_the_build_foretells_what_rounding_row_by_row_gives(cpu_card, foretold, monkeypatch, tmp_path):
+    """Of a checkpoint that is not quantised: weights too, each row by its own size; a product that is kept is not rounded."""
+    monkeypatch.setitem(canaries.TOLERANCES, "fp8", 0.01)
+    folder = tiny.tiny_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=2)
+    contract = build_engine(folder, tmp_path / "engine", card=cpu_card, recipe=Recipe(precision="fp8", fp8_kept=("1.down",)), taps=TAPS)
+    sequences = [np.array(canary.token_ids) for canary in contract.canaries]
+    exact = row_by_row(sequences, kept=tuple(PRODUCTS))
+    right, all_rounded = row_by_row(sequences, kept=("1.down",)), row_by_row(sequences, kept=())
+    found = np.concatenate(foretold[2, "post"])
+    assert cosine(found, right).min() > 0.999_99 > cosine(found, all_rounded).mean() and cosine(found, exact).mean() < 0.9999
+
+
+def row_by_row(sequences, kept):
+    """Last states of transformers whose linears multiply rounded rows with rounded weights, but for the products kept."""
+    model = tiny.tiny_model("llama", num_hidden_layers=2)
+    in_float32 = {f"{product.split('.')[0]}.{name}" for product in kept if "." in product for name in PRODUCTS[product.split(".")[1]]}
+    is_exact = kept == tuple(PRODUCTS)
+
+    def rounded(rows):
+        values, scales = plain.quantised(rows.flatten(0, -2))
+        return (values.float() * scales).view_as(rows)
+
+    with torch.no_grad():
+        for name, module in model.model.layers.named_modules():
+            if isinstance(module, torch.nn.Linear) and not is_exact and name not in in_float32:
+                module.weight.copy_(rounded(module.weight))
+                module.register_forward_pre_hook(lambda module, inputs: (rounded(inputs[0]),))
+        return np.concatenate([model.model(torch.as_tensor(ids)[None].long()).last_hidden_state[0].numpy() for ids in sequences])
 
 
 def test_a_product_that_the_recipe_keeps_is_multiplied_out(build):
