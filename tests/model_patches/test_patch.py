@@ -1,5 +1,6 @@
 """The patch on stand-ins of every version: what is marked when the patched definition runs, and what it refuses."""
 
+import ast
 import errno
 import hashlib
 import os
@@ -14,7 +15,7 @@ from upstream_source import VERSIONS, decilm_path, definition_path, write_upstre
 
 import model_patches
 from model_patches import edit, find_site, patch
-from model_patches.anchor import DECODER
+from model_patches.anchor import DECODER, find_anchor
 from tensorrt_llm_ext.errors import PatchError
 
 IDS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5])
@@ -165,6 +166,14 @@ def test_the_mode_of_the_file_is_kept_and_a_hard_linked_cache_is_not_touched(one
     assert (tmp_path / "cached.py").read_bytes() == before != path.read_bytes()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_the_owner_of_the_file_is_kept(one_site):
+    path = definition_path(one_site.folder)
+    os.chown(path, 1234, 2345)
+    patch.apply(one_site)
+    assert (path.stat().st_uid, path.stat().st_gid) == (1234, 2345)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -255,6 +264,17 @@ NOT_UNDERSTOOD = {
     ),
     "statement beside it": (ANCHOR, "x = 1; " + ANCHOR, "on lines of its own"),
     "statement behind it": ("remove_input_padding())  #", "remove_input_padding()); x = 1  #", "on lines of its own"),
+    "on the branch's line": (
+        LAST_RANK + """_hidden_states = hidden_states
+            hidden_states = gather_last_token_logits(
+                hidden_states, last_token_ids,
+                remove_input_padding())""",
+        """        all_hidden_states = hidden_states
+        if self.config.mapping.is_last_pp_rank(): hidden_states = gather_last_token_logits(hidden_states, last_token_ids, True)
+        if self.config.mapping.is_last_pp_rank():""",
+        "on lines of its own",
+    ),
+    "continued behind it": ("remove_input_padding())  # one row of each sequence", "remove_input_padding()); \\\n            x = 1", "on lines of its own"),
     "not Python": ("class EagleForCausalLM", "class class EagleForCausalLM", "Python source"),
 }
 
@@ -289,9 +309,10 @@ def test_a_file_of_another_version_than_the_one_beside_it_is_refused(tmp_path, v
     [
         ("            hidden_states = gather", "            hidden_states.mark_output('full')\n            hidden_states = gather"),
         ("            lm_logits = ", "            hidden_states.mark_output(name='rows')\n            lm_logits = "),
+        ("            lm_logits = ", "            hidden_states.mark_output(f'rows_{0}')\n            lm_logits = "),
         ("class EncoderModel", "NAME = 'final_post_all'\nclass EncoderModel"),
     ],
-    ids=["marked before the gather", "marked after it", "our name"],
+    ids=["marked before the gather", "marked after it", "marked by a made name", "our name"],
 )  # fmt: skip
 def test_someone_elses_patch_is_recognised_and_left_alone(one_site, old, new):
     path = definition_path(one_site.folder)
@@ -323,6 +344,35 @@ def test_a_file_that_was_changed_after_it_was_patched_is_left_alone(one_site, ol
         with pytest.raises(PatchError, match="changed after it was patched|patched by someone else"):
             verb(one_site)
     assert path.read_bytes() == before
+
+
+def test_a_decilm_that_was_changed_after_it_was_patched_stops_the_revert_of_all(one_site):
+    patch.apply(one_site)
+    path = decilm_path(one_site.folder)
+    path.write_bytes(path.read_bytes() + b"# a note\n")
+    before = definition_path(one_site.folder).read_bytes(), path.read_bytes()
+    with pytest.raises(PatchError, match="changed after it was patched"):
+        patch.revert(one_site)
+    assert (definition_path(one_site.folder).read_bytes(), path.read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines, at: [*lines[: at + 1], lines[at + 2], lines[at + 1], *lines[at + 3 :]],
+        lambda lines, at: [*lines, b"# a note\n"],
+        lambda lines, at: [*lines, b"x = 1\n"],
+    ],
+    ids=["our lines in another order", "another comment", "another statement"],
+)
+def test_an_insertion_is_proven_and_not_believed(one_site, change):
+    source = definition_path(one_site.folder).read_bytes()
+    lines = edit.patched(source, DECODER, one_site.version).splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if b"original sha256" in line)
+    anchor = find_anchor(ast.parse(source), DECODER, one_site.version)
+    edit._prove(source, b"".join(lines), DECODER, anchor)
+    with pytest.raises(PatchError, match="without changing something else"):
+        edit._prove(source, b"".join(change(lines, at)), DECODER, anchor)
 
 
 def test_a_decilm_that_is_not_understood_is_left_alone_and_said(one_site):
