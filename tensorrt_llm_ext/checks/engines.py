@@ -98,7 +98,8 @@ def _reasons(differences: tuple[Difference, ...], here: Contract, there: Contrac
     yield from (reason for start, reason in _REASONS.items() if any(field.startswith(start) for field in fields))
     varying = {file.name: file.sha256 for file in here.files if not file.is_reproducible}
     others = {file.name: file.sha256 for file in there.files if not file.is_reproducible}
-    if here.fingerprints.plan == there.fingerprints.plan and varying != others:
+    made_from, others_from = ((found.fingerprints.plan, found.fingerprints.recipe) for found in (here, there))
+    if made_from == others_from and varying != others:  # another card or other limits are reason enough for another plan
         names = " and ".join(sorted(varying.keys() | others.keys()))
         if here.builder_version != there.builder_version:
             why = f"{here.builder} {here.builder_version} and {there.builder_version} write other plans"

@@ -79,6 +79,15 @@ def test_a_plan_of_which_only_the_bytes_differ_is_the_same_engine_and_says_why(b
     assert "the bytes of engine.plan differ, what it was compiled from does not" in reason and why in reason
 
 
+def test_a_plan_for_another_card_is_not_said_to_differ_for_no_reason(built, tmp_path):
+    plan = EngineFile("engine.plan", 7, "sha256:7", is_reproducible=False)
+    here = changed(built(), tmp_path / "here", files=(plan,), builder="tensorrt_rtx", compute_capabilities=("8.9",))
+    prints = replace(read_contract(here).fingerprints, recipe="sha256:0")
+    other = dict(files=(replace(plan, sha256="sha256:8"),), compute_capabilities=("8.0",), fingerprints=prints)
+    found = compare_engines(here, changed(here, tmp_path / "there", **other))
+    assert [reason.partition(" are")[0] for reason in found.reasons] == ["recipe, card or options"]
+
+
 def test_a_plan_of_another_version_is_another_engine(built, tmp_path):
     plan = EngineFile("engine.plan", 7, "sha256:7", is_reproducible=False)
     here = changed(built(), tmp_path / "here", files=(plan,), builder="tensorrt_rtx", builder_version="1.6")
