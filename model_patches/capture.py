@@ -54,11 +54,12 @@ def capture(model: Any, contract: Contract, origin: Origin) -> Capture:
     """
     inner = getattr(model, "model", None)
     for module in (model, inner):
-        if "forward" in getattr(module, "__dict__", {}):
+        forward = getattr(module, "__dict__", {}).get("forward") or getattr(module, "_compiled_call_impl", None)
+        if forward is not None:
             raise PatchError(
                 f"the forward of this {type(module).__name__} is replaced already",
-                expected="forward as its class defines it",
-                found=repr(vars(module)["forward"]),
+                expected="forward as its class defines it, not compiled",
+                found=repr(forward),
                 fix="close the other capture first; torch.compile and piecewise CUDA graphs must be off",
             )
     names = set(inspect.signature(model.forward).parameters) if hasattr(model, "forward") else set()

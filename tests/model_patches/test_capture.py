@@ -486,6 +486,19 @@ def test_a_model_is_captured_once_at_a_time(model, captured, contract):
     capture(model, contract, captured_origin(contract)).close()
 
 
+def compiled_in_place(decoder):
+    decoder.compile()
+    return decoder
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_in_place])
+def test_a_compiled_model_is_refused(model, contract, compiled):
+    model.model = compiled(model.model)
+    with pytest.raises(PatchError, match="replaced already") as error:
+        capture(model, contract, captured_origin(contract))
+    assert "not compiled" in error.value.expected and "torch.compile" in error.value.fix
+
+
 class Headless(torch.nn.Module):
     def forward(self, attn_metadata, input_ids=None): ...
 
