@@ -166,6 +166,15 @@ def test_the_mode_of_the_file_is_kept_and_a_hard_linked_cache_is_not_touched(one
     assert (tmp_path / "cached.py").read_bytes() == before != path.read_bytes()
 
 
+def test_the_bytes_are_on_disk_before_the_name_is_theirs_and_the_name_after_it(one_site, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, real=real: calls.append(name) or real(*given))
+    patch.apply(one_site)
+    assert calls == ["fsync", "replace", "fsync"] * 2
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_the_owner_of_the_file_is_kept(one_site):
     path = definition_path(one_site.folder)
@@ -442,6 +451,12 @@ def test_a_folder_without_upstream_is_a_clear_error(tmp_path):
 def test_an_installed_upstream_is_found_without_importing_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_upstream(tmp_path, "1.2.1"))
     assert model_patches.find_site() == model_patches.Site(tmp_path, Version("1.2.1"))
+
+
+def test_the_last_assignment_of_the_version_counts(tmp_path):
+    path = write_upstream(tmp_path, "0.16.0") / "tensorrt_llm" / "version.py"
+    path.write_text('__version__ = "unknown"\n' + path.read_text())
+    assert find_site(tmp_path).version == Version("0.16.0")
 
 
 @pytest.mark.parametrize("version", ["0.12.0", "1.3.0rc20", "1.4.0"])
