@@ -343,6 +343,20 @@ def test_a_forward_that_fails_leaves_its_requests_waiting(model, contract):
     assert check_ids == ["request-0", "request-1"]
 
 
+def test_requests_of_one_failed_forward_wait_in_the_order_in_which_they_were_announced(model, contract):
+    def fail(output):
+        raise RuntimeError("out of memory")
+
+    captured = meddled(model, contract, after=fail)
+    first, second = items(1), items(1, prefix="twin")
+    captured.expect(first + second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(model, prompts_of(first + second))
+    model.model.after = lambda output: output
+    step(model, prompts_of(first))
+    assert [answer.request_id for answer in captured.take()] == ["request-0"]
+
+
 # What is refused
 
 
