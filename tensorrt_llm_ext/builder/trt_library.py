@@ -12,6 +12,7 @@ from tensorrt_llm_ext.errors import BuildError, MissingExtra
 RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")  # of TensorRT-RTX 1.7; 7.5 lacks bfloat16
 FULL_CAPABILITIES = ("9.0", "10.0")
 FIRST_WITH_FP8 = (8, 9)
+FIRST_STREAMING = "10.13"  # of the full TensorRT: 10.12 cannot hand a plan over piece by piece
 
 _CAPABILITY_ATTRIBUTES = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
@@ -42,6 +43,7 @@ def library_for(compute_capabilities: tuple[str, ...]) -> Library:
     if len(wanted) == 1 and wanted <= set(FULL_CAPABILITIES):
         fix = "install tensorrt from NVIDIA on a machine with such a GPU, or build for a card with backend torch (h200)"
         module = _imported("tensorrt", fix)
+        _check_streams(module)
         _check_present(compute_capabilities[0])
         return Library("tensorrt", module, False)
     raise BuildError(
@@ -61,6 +63,17 @@ def check_fp8(compute_capabilities: tuple[str, ...]) -> None:
             expected="compute capability 8.9 or higher for precision fp8",
             found=", ".join(lacking),
             fix="build with --precision bfloat16, or for another card",
+        )
+
+
+def _check_streams(module: ModuleType) -> None:
+    """Raise BuildError for a TensorRT that would hold the whole plan in memory, and has no call to write it otherwise."""
+    if not hasattr(module.Builder, "build_serialized_network_to_stream"):
+        raise BuildError(
+            "this TensorRT cannot write a plan to disk piece by piece",
+            expected=f"tensorrt {FIRST_STREAMING} or later",
+            found=f"tensorrt {module.__version__}",
+            fix="install a later one; its plans run with that version alone",
         )
 
 

@@ -4,6 +4,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -245,6 +246,15 @@ def test_the_full_library_builds_only_on_a_card_of_its_kind(present, found, monk
     with pytest.raises(BuildError, match="builds for the GPU that is present") as error:
         library_for(("9.0",))
     assert error.value.found == found
+
+
+def test_a_full_library_that_cannot_stream_a_plan_is_refused_with_its_version(monkeypatch):
+    old = SimpleNamespace(Builder=object, __version__="10.12.0.36")
+    monkeypatch.setattr(trt_library, "import_module", lambda name: old)
+    monkeypatch.setattr(trt_library, "present_capability", lambda: "9.0")
+    with pytest.raises(BuildError, match="piece by piece") as error:
+        library_for(("9.0",))
+    assert (error.value.expected, error.value.found) == ("tensorrt 10.13 or later", "tensorrt 10.12.0.36")
 
 
 def test_the_full_library_is_not_told_a_target(monkeypatch):
