@@ -38,7 +38,7 @@ _NUM_PERF_KNOBS = 16
 _ARCHITECTURES = {  # upstream's names of what we describe as a family
     "llama": ("LlamaForCausalLM",),
     "mistral": ("MistralForCausalLM", "LlamaForCausalLM"),
-    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM", "QWenForCausalLM"),  # ModelOpt's older exports call every Qwen so: canaries prove which
     "qwen3": ("Qwen3ForCausalLM",),
 }
 _SIZES = {  # upstream's name: ours; the first three are always there

@@ -131,6 +131,58 @@ def test_shorter_sequences_can_be_served_than_the_engine_takes(engine, llama):
     assert limits.max_seq_len == 100 and limits.max_padded_tokens == 6400
 
 
+def test_no_canary_is_longer_than_the_sequences_that_are_served(engine, llama):
+    contract = adopted(engine(), llama, max_seq_len=6).contract
+    assert max(len(canary.token_ids) for canary in contract.canaries) == 6
+
+
+def test_limits_are_the_engines_each_its_own(engine, llama):
+    built = {"max_batch_size": 40, "max_seq_len": 200, "max_num_tokens": 1000, "opt_num_tokens": 900}
+    contract = adopted(engine(**{BUILD + name: value for name, value in built.items()}), llama).contract
+    assert contract.limits == Limits(1000, 40, 200, 40 * 200, opt_num_tokens=900)
+
+
+def test_the_memory_estimate_is_the_plan_and_what_goes_in_and_out(engine, llama):
+    folder = engine()
+    memory = adopted(folder, llama).contract.memory
+    tokens, sequences = 2048, 64
+    on_device = tokens * (4 + 4 + 48 * 2) + sequences * (4 + 4 + 263 * 2 + 48 * 2)
+    on_host = sequences * (4 + 4) + 8 * 4 + 4 + 16 * 8 + 8
+    plan = (folder / "rank0.engine").stat().st_size
+    assert 0 <= memory.device_bytes - plan - on_device < 4096  # alignment
+    assert 0 <= memory.host_bytes - on_device - on_host < 4096
+
+
+def test_another_build_configuration_is_another_recipe(engine, llama):
+    first = engine()
+    contract = adopted(first, llama).contract
+    first.rename(first.with_name("first"))
+    other = adopted(engine(**{BUILD + "opt_num_tokens": 1024}), llama).contract
+    assert other.fingerprints.recipe != contract.fingerprints.recipe
+    assert other.engine_fingerprint() != contract.engine_fingerprint()
+
+
+@pytest.mark.parametrize(
+    "family, architecture",
+    [
+        ("mistral", "MistralForCausalLM"),
+        ("mistral", "LlamaForCausalLM"),  # which upstream maps it to
+        ("qwen2", "Qwen2ForCausalLM"),
+        ("qwen2", "QWenForCausalLM"),  # as ModelOpt wrote it into checkpoints for 0.13
+        ("qwen3", "Qwen3ForCausalLM"),
+    ],
+)
+def test_every_family_is_known_by_upstreams_name_of_it(engine, checkpoints, family, architecture):
+    with open_checkpoint(checkpoints[family]) as checkpoint:
+        sizes = {MODEL + theirs: getattr(checkpoint.architecture, ours) for theirs, ours in adopt._SIZES.items()}
+    folder = engine(**{MODEL + "architecture": architecture, **sizes, BUILD + "max_seq_len": 64, BUILD + "max_num_tokens": 512})
+    assert adopted(folder, checkpoints[family]).contract.architecture.family == family
+
+
+def test_a_version_before_context_parallelism_has_no_word_of_it(engine, llama):
+    assert adopted(engine(version="0.14.0", **{MODEL + "mapping__cp_size": ...}), llama).contract
+
+
 def test_it_says_what_is_checked_and_what_only_opening_the_engine_can_check(engine, llama):
     adoption = adopted(engine(), llama)
     assert any("final_post_all" in line for line in adoption.checked)
@@ -146,13 +198,14 @@ def test_an_optimum_made_for_generation_is_told(engine, llama):
 
 
 def test_a_plan_that_names_its_inputs_but_not_our_outputs_is_refused_with_the_way_to_get_them(engine, llama):
-    for names in (INPUTS, (*INPUTS, "logits", edit.ALL_ROWS)):
-        folder = engine((*names, "gather_last_token_logits"))
+    ours = {edit.ALL_ROWS, edit.LAST_ROWS}
+    for number, marked in enumerate(((), (edit.ALL_ROWS,), (edit.LAST_ROWS,))):
+        folder = engine((*INPUTS, "logits", "gather_last_token_logits", *marked))
         with pytest.raises(IncompatibleEngine, match="without the patch") as error:
             adopted(folder, llama)
-        assert edit.LAST_ROWS in error.value.found and "trtllm-extract patch apply" in error.value.fix
-        assert not (folder / "contract.json").exists()
-        folder.rename(folder.with_name(f"engine-{len(names)}"))
+        assert {name for name in ours if f"no {name}" in error.value.found} == ours - set(marked)
+        assert "trtllm-extract patch apply" in error.value.fix and not (folder / "contract.json").exists()
+        folder.rename(folder.with_name(f"engine-{number}"))
 
 
 def test_a_plan_that_shows_no_names_is_left_to_the_load(engine, llama):
@@ -208,8 +261,13 @@ REFUSED = {
     "0.12": ({"version": "0.12.0"}, "0.12.0 is not served", "trtllm-extract upstream"),
     "1.3": ({"version": "1.3.0rc1"}, "1.3.0rc1 is not served", "trtllm-extract upstream"),
     "another class": ({MODEL + "architecture": "DeciLMForCausalLM"}, "a DeciLMForCausalLM", "forward of their own"),
-    "another size": ({MODEL + "hidden_size": 64}, "made from another checkpoint", "checkpoint"),
-    "another head": ({MODEL + "head_size": 8}, "made from another checkpoint", "checkpoint"),
+    **{
+        f"another {name}": ({MODEL + name: 1024}, "made from another checkpoint", "checkpoint")
+        for name in (
+            "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_size",
+            "intermediate_size",
+        )
+    },
     "longer than the model": ({BUILD + "max_seq_len": 1024}, "longer", "--max-seq-len 512"),
 }
 
@@ -275,10 +333,17 @@ def test_a_directory_that_is_not_one_whole_engine_is_refused(engine, llama, case
 
 
 @pytest.mark.parametrize("value", [..., None, "many", 0, True])
-def test_a_limit_that_is_not_a_number_is_refused(engine, llama, value):
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(BUILD + name for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "opt_num_tokens")),
+        *(MODEL + name for name in ("hidden_size", "num_hidden_layers", "vocab_size")),
+    ],
+)
+def test_a_limit_or_size_that_is_not_a_number_is_refused(engine, llama, path, value):
     with pytest.raises(EngineError, match="not what trtllm-build writes") as error:
-        adopted(engine(**{BUILD + "max_num_tokens": value}), llama)
-    assert "build_config.max_num_tokens" in error.value.expected
+        adopted(engine(**{path: value}), llama)
+    assert path.replace("__", ".") in error.value.expected
 
 
 def test_an_engine_is_adopted_once(engine, llama):
