@@ -74,6 +74,15 @@ def test_checkpoint_and_out_are_passed_on():
     assert flags(RECIPE)["checkpoint_dir"] == "ckpt" and flags(RECIPE)["output_dir"] == "engine"
 
 
+def test_what_the_recipe_says_is_passed_on_each_under_its_own_flag():
+    numbers = {"max_batch_size": 64, "max_seq_len": 512, "max_num_tokens": 4096, "opt_num_tokens": 3000, "workers": 2}
+    words = {"logits_dtype": "float32", "gemm_swiglu_plugin": "fp8", "low_latency_gemm_swiglu_plugin": "fp8"}
+    given = flags(changed(**numbers, **words))
+    assert {name: given[name] for name in numbers} == {name: str(value) for name, value in numbers.items()}
+    assert {name: given[name] for name in words} == words and given["use_fused_mlp"] == "enable"
+    assert flags(changed(use_fused_mlp=False))["use_fused_mlp"] == "disable"
+
+
 @pytest.mark.parametrize("version", [v for v in VERSIONS if v.startswith("0.")])
 def test_fp8_context_attention_is_refused_where_it_reads_a_missing_scale(version):
     with pytest.raises(RecipeError, match=f"not safe in {version}"):

@@ -500,6 +500,12 @@ def test_a_model_is_captured_once_at_a_time(model, captured, contract):
     capture(model, contract, captured_origin(contract)).close()
 
 
+def test_closing_leaves_a_forward_that_someone_else_put_in_its_place(model, captured):
+    model.forward = other = lambda *arguments: None
+    captured.close()
+    assert model.forward is other and "forward" not in vars(model.model)
+
+
 def compiled_in_place(decoder):
     decoder.compile()
     return decoder

@@ -15,6 +15,7 @@ from toy_plans import trt_contract, write_ours
 
 from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.backends.trt import machine
+from tensorrt_llm_ext.backends.trt.backend import TrtBackend
 from tensorrt_llm_ext.cli import main
 from tensorrt_llm_ext.errors import IncompatibleEngine
 
@@ -70,6 +71,8 @@ def test_without_a_driver_the_error_names_what_is_missing_and_the_library_is_nev
     assert "no NVIDIA driver (libno_such_driver.so.1" in error.value.found and HOST in error.value.found
     assert "compute capability 12.0 (" in error.value.expected and "RTX 5090" in error.value.expected
     assert "tensorrt_rtx==1.7.1.116" in error.value.expected and "--card cpu" in error.value.fix
+    with pytest.raises(IncompatibleEngine, match="it was built for another"):
+        TrtBackend().open(tmp_path / "engine", trt_contract(TOY, tensors(TOY)), num_threads=None)
     assert library.num_runtimes == 0  # creating one would end the process
 
 
