@@ -36,7 +36,7 @@ def captured_contract(
         fingerprints=Fingerprints(
             checkpoint=checkpoint.fingerprint(),
             tokenizer=checkpoint.tokenizer().fingerprint(),
-            recipe=fingerprint(taps),
+            recipe=fingerprint([tap.to_dict() for tap in chosen]),
             plan=fingerprint(described),
         ),
         backend=BACKEND,

@@ -529,6 +529,21 @@ def test_a_model_of_another_kind_is_refused(contract, wrong):
         capture(wrong, contract, captured_origin(contract))
 
 
+def test_the_contract_says_which_model_ran_however_its_taps_are_spelled(checkpoint):
+    def described(**changes):
+        options = {"version": "1.2.1", "dtype": "bfloat16", "precision": "fp8", "limits": LIMITS, "taps": "final@last,final@all"}
+        return captured_contract(checkpoint, **{**options, **changes})
+
+    contract = described()
+    assert contract.accepted_runtime == "tensorrt_llm==1.2.1" and contract.weight_dtype == contract.activation_dtype == "fp8"
+    outputs = [(tensor.name, tensor.dtype, tensor.shape) for tensor in contract.tensors]
+    assert outputs == [("final_post_last", "bfloat16", ("B", 48)), ("final_post_all", "bfloat16", ("T", 48))]
+    assert described(taps="final@last, final@all").engine_fingerprint() == contract.engine_fingerprint()
+    plans = {described(**change).fingerprints.plan for change in ({}, {"version": "1.2.0"}, {"dtype": "float16"}, {"precision": None})}
+    assert len(plans) == 4
+    assert described(taps="final@all").fingerprints.recipe != contract.fingerprints.recipe
+
+
 def test_a_tap_that_the_output_does_not_hold_is_refused(checkpoint):
     with pytest.raises(TapError, match="does not give 'final@mean'"):
         captured_contract(checkpoint, version="1.2.1", dtype="float32", limits=LIMITS, taps="final@mean")
