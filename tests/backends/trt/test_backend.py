@@ -11,6 +11,7 @@ from toy_plans import PROFILES, TEN, facts_of, trt_contract, upstream_tensors, w
 from upstream_site import write_plugins
 
 from tensorrt_llm_ext.backends import open_engine
+from tensorrt_llm_ext.backends.trt.library import make_log
 from tensorrt_llm_ext.errors import (
     BackendError,
     ContractError,
@@ -281,10 +282,36 @@ def test_what_is_not_bound_again_is_never_used(library, tmp_path):
     library.failures["execute_async_v3"] = "busy"
     with pytest.raises(BackendError, match="TensorRT refuses the batch"):
         engine.enqueue(1)
+    bind(engine, {})  # addresses alone: every shape is still that of the batch before
+    with pytest.raises(BackendError, match="nothing for attention_rows, input_ids"):
+        engine.enqueue(1)
+    bind(engine, SHAPES)
+    with pytest.raises(BackendError, match="TensorRT refuses the batch"):
+        engine.enqueue(1)
     for name, shape in SHAPES.items():  # shapes alone: every address is still that of the batch before
         engine.set_shape(name, shape)
     with pytest.raises(BackendError, match="nothing for attention_rows, final_post_last, input_ids"):
         engine.enqueue(1)
+
+
+def test_a_profile_is_selected_again_after_another_was_refused(library, tmp_path):
+    """Which one the library then has is not known."""
+    engine = opened(write_ours(tmp_path / "engine"))
+    library.failures["execute_async_v3"] = "busy"  # what follows the selection is not looked at
+    longer = {**SHAPES, "attention_rows": (2, 40)}
+    for refused, shapes in (("", SHAPES), ("no", longer), ("", SHAPES)):
+        library.failures["set_optimization_profile_async"] = refused
+        bind(engine, shapes)
+        with pytest.raises(BackendError, match="TensorRT refuses"):
+            engine.enqueue(1)
+    assert [profile for call, profile in library.calls if call == "set_optimization_profile_async"] == [0, 2, 0]
+
+
+def test_of_many_errors_the_first_are_told(library):
+    log = make_log(library)
+    for number in range(9):
+        log.log(library.ILogger.ERROR, f"error {number}")
+    assert log.take() == "error 0; error 1; error 2; error 3"
 
 
 @pytest.mark.parametrize("close", [True, False])
