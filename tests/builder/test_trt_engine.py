@@ -13,7 +13,8 @@ from tensorrt_llm_ext.builder import build_engine, trt_builder, trt_engine, trt_
 from tensorrt_llm_ext.builder.trt_library import Library, library_for
 from tensorrt_llm_ext.checks import compare_engines, describe
 from tensorrt_llm_ext.errors import BuildError, DiskFull, MissingExtra, RecipeError
-from tensorrt_llm_ext.recipes import load_card, read_contract
+from tensorrt_llm_ext.recipes import TensorSpec, load_card, read_contract
+from tensorrt_llm_ext.recipes.contract import Profile
 
 trt = pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -87,6 +88,33 @@ def test_the_contract_has_the_types_of_the_plan(engine):
 def test_a_longer_engine_has_a_ladder_of_profiles(engine):
     profiles = read_contract(engine).profiles
     assert [(p.max_batch_size, p.max_seq_len) for p in profiles] == [(256, 128), (127, 256)]
+
+
+def test_a_profile_takes_one_token_up_to_the_most_and_is_best_at_a_full_batch_of_its_length():
+    builder, made = trt.Builder(trt.Logger(trt.Logger.ERROR)), []
+
+    class Recording:
+        def create_optimization_profile(self):
+            made.append(builder.create_optimization_profile())
+            return made[-1]
+
+    shapes = {"input_ids": ("T",), "attention_rows": ("B", "S"), "last_token_ids": ("B",)}
+    tensors = tuple(TensorSpec(name, "input", "int32", shape) for name, shape in shapes.items())
+    for profile, opt_num_tokens in ((Profile(8192, 256, 128), 4096), (Profile(2048, 20, 1024), 8192)):
+        trt_builder._add_profile(Recording(), builder.create_builder_config(), profile, tensors, opt_num_tokens)
+    found = [{name: [tuple(shape) for shape in profile.get_shape(name)] for name in shapes} for profile in made]
+    assert found == [
+        {
+            "input_ids": [(1,), (4096,), (8192,)],
+            "attention_rows": [(1, 1), (32, 128), (256, 128)],
+            "last_token_ids": [(1,), (32,), (256,)],
+        },
+        {
+            "input_ids": [(1,), (2048,), (2048,)],
+            "attention_rows": [(1, 1), (2, 1024), (20, 1024)],
+            "last_token_ids": [(1,), (2,), (20,)],
+        },
+    ]
 
 
 def test_the_default_shape_is_128_tokens(checkpoint, tmp_path):
