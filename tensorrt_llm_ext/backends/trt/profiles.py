@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tensorrt_llm_ext.errors import BackendError, ContractError
-from tensorrt_llm_ext.recipes.contract import Contract, Profile, TensorSpec
+from tensorrt_llm_ext.recipes.contract import Contract, Limits, Profile, TensorSpec
 
 Shape = tuple[int, ...]
 
@@ -57,13 +57,12 @@ def check_profiles(profiles: Sequence[Bounds], tensors: Sequence[TensorSpec], co
             if bounds.largest[tensor.name] != wanted:
                 expected = f"profile {index} up to {tensor.name} {list(wanted)}"
                 raise _disagree(expected, f"up to {list(bounds.largest[tensor.name])}")
-    limits = contract.limits
-    for longest in range(1, limits.max_seq_len + 1):  # the largest batch of each length: it holds all others
-        batch_size = min(limits.max_batch_size, limits.max_padded_tokens // longest)
-        largest = Profile(min(limits.max_num_tokens, batch_size * longest), batch_size, longest)
-        shapes = {tensor.name: tuple(_size(largest, size) for size in tensor.shape) for tensor in inputs}
-        if batch_size and longest <= limits.max_num_tokens and _first(profiles, shapes) is None:
-            raise _disagree(f"a profile that holds {largest}", "; ".join(str(bounds.largest) for bounds in profiles))
+    for batch in _extremes(contract.limits):
+        shapes = {tensor.name: tuple(_size(batch, size) for size in tensor.shape) for tensor in inputs}
+        if _first(profiles, shapes) is None:
+            raise _disagree(
+                f"a profile that holds {batch}", "; or ".join(", ".join(map(bounds.words, shapes)) for bounds in profiles)
+            )
 
 
 def choose(profiles: Sequence[Bounds], shapes: Mapping[str, Shape]) -> int:
@@ -76,6 +75,14 @@ def choose(profiles: Sequence[Bounds], shapes: Mapping[str, Shape]) -> int:
         found=", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()),
         fix="form batches with runtime.batches(items, session.contract.limits)",
     )
+
+
+def _extremes(limits: Limits) -> Iterator[Profile]:
+    """The batch of one token, and the largest of each length, which holds all others of it where profiles begin at one token."""
+    yield Profile(1, 1, 1)
+    for longest in range(1, min(limits.max_seq_len, limits.max_num_tokens) + 1):
+        if batch_size := min(limits.max_batch_size, limits.max_padded_tokens // longest):
+            yield Profile(min(limits.max_num_tokens, batch_size * longest), batch_size, longest)
 
 
 def _first(profiles: Sequence[Bounds], shapes: Mapping[str, Shape]) -> int | None:

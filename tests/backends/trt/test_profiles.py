@@ -48,6 +48,15 @@ def test_every_batch_within_the_limits_fits_a_rung_of_the_builders_ladder(limits
     assert rungs[chosen].max_seq_len >= longest
 
 
+@pytest.mark.parametrize("smallest", [(2, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_a_plan_that_takes_no_batch_of_one_token_is_refused(smallest):
+    rungs = ladder(LIMITS)
+    bounds = tuple(replace(found, smallest=shapes_of(*smallest)) for found in bounds_of(rungs))
+    with pytest.raises(ContractError, match="disagree about the batches") as error:
+        check_profiles(bounds, TENSORS, trt_contract(Toy(), TENSORS, limits=LIMITS, profiles=rungs))
+    assert "max_num_tokens=1, max_batch_size=1, max_seq_len=1" in error.value.expected and "input_ids [2] to" in error.value.found
+
+
 @pytest.mark.parametrize("field", ["max_num_tokens", "max_batch_size", "max_seq_len"])
 def test_a_rung_that_is_one_short_is_refused(field):
     limits = replace(LIMITS, max_seq_len=300, max_num_tokens=4000, max_padded_tokens=5000)
