@@ -238,6 +238,7 @@ REFUSED = {
     "no word about a cache": ({BUILD + "kv_cache_type": ...}, "key-value cache", "--kv_cache_type disabled"),
     "draft tokens": ({BUILD + "max_draft_len": 5}, "speculative inputs", "max_draft_len"),
     "medusa": ({BUILD + "speculative_decoding_mode": "MEDUSA"}, "speculative inputs", "speculative_decoding_mode"),
+    "external drafts": ({BUILD + "speculative_decoding_mode": 2}, "speculative inputs", "speculative_decoding_mode"),
     "all logits": ({BUILD + "gather_context_logits": True}, "one tensor", "no --gather_context_logits"),
     "prompt table": ({BUILD + "max_prompt_embedding_table_size": 8}, "prompt embeddings", "max_prompt_embedding"),
     "beams": ({BUILD + "max_beam_width": 4}, "beams", "--max_beam_width 1"),

@@ -323,6 +323,7 @@ def test_a_closed_engine_or_no_stream_is_refused_and_closing_twice_is_nothing(cl
         engine.close()
     with pytest.raises(BackendError, match="a closed engine" if close else "stream 0"):
         engine.enqueue(1 if close else 0)
+    assert not library.calls  # stream 0 is one that the library would take
 
 
 def test_an_output_that_would_pass_its_place_is_refused_before_it_is_written(library, tmp_path):
