@@ -33,6 +33,14 @@ def test_every_tensor_is_reported_with_the_contracts_symbols(library, tmp_path):
     assert {replace(t, tap=None) for t in tensors(TOY)} == set(opened(write_ours(tmp_path / "engine")).tensors())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_type_has_the_contracts_name(dtype, library, tmp_path):
+    promised = tuple(replace(t, dtype=dtype) if t.tap else t for t in tensors(TOY))
+    described = {t.name: (t.role, t.dtype, list(t.shape)) for t in promised}
+    engine = opened(write_ours(tmp_path / "engine", facts=dict(tensors=described)), tensors=promised)
+    assert {t.dtype for t in engine.tensors() if t.role == "output"} == {dtype}
+
+
 def test_upstreams_host_inputs_lie_on_the_host_whatever_the_library_says(upstream, tmp_path):
     engine = opened(write_upstream(tmp_path / "engine"))
     on_host = {t.name for t in engine.tensors() if t.location == "host"}
