@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from stand_in import ILLEGAL_ADDRESS
 from toy_engines import ALL, LAST, LIMITS, MEAN, Toy, random_items, reference, work_item
-from toy_plans import INDEX, NINE, TEN, write_ours, write_upstream
+from toy_plans import INDEX, NINE, TEN, upstream_tensors, write_ours, write_upstream
 
 from tensorrt_llm_ext.errors import BackendError, SessionClosed
 from tensorrt_llm_ext.results import Record
@@ -40,6 +40,23 @@ def test_every_item_gets_its_own_rows_under_the_measured_convention(kind, upstre
     assert sorted(record.request_id for record in records) == sorted(items)
     for record in records:
         assert_right(record, items[record.request_id])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_states_come_in_the_type_that_upstreams_model_has(dtype, upstream, open_session, tmp_path):
+    promised = tuple(replace(t, dtype=dtype) if t.tap else t for t in upstream_tensors())
+    described = {t.name: (t.role, t.dtype, list(t.shape)) for t in promised}
+    folder = write_upstream(tmp_path / "engine", facts=dict(tensors=described), tensors=promised)
+    session = open_session(folder, prove=False)  # the toys' canaries are for float32
+    assert session.convention == "prefix_sum"
+    items = {item.request_id: item for item in random_items(40, max_length=40)}
+    records = list(session.extract(items.values()))
+    assert len(records) == 40
+    for record in records:
+        for state in record.states:
+            assert state.rows.dtype == np.dtype(dtype)
+            right = reference(items[record.request_id].token_ids, state.tap)
+            np.testing.assert_allclose(state.rows.astype(np.float32), right, rtol=2**-8, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("inputs", "num_inputs"), [(NINE, 9), (TEN, 10)])
