@@ -9,6 +9,15 @@ import pytest
 from tensorrt_llm_ext.job.pauses import without_pauses
 
 
+@pytest.fixture(autouse=True)
+def nothing_set_aside():
+    """As a program has it; the tests set aside what they import."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def interpreter():
     return sys.getswitchinterval(), gc.get_freeze_count()
 
