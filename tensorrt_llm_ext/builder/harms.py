@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tensorrt_llm_ext.builder.layerwise import Step, batches_of, embedded
+from tensorrt_llm_ext.builder.layerwise import MAX_PADDED_TOKENS, Step, batches_of, embedded
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, product_linears
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint
 from tensorrt_llm_ext.graph.fp8 import rounded_to_fp8
@@ -57,22 +57,32 @@ def product_harms(
     exact = Step(layer_model(checkpoint, longest), checkpoint)
     rounding = {part: Step(layer_model(checkpoint, longest, rounded=names), checkpoint) for part, names in PRODUCTS.items()}
     x = embedded(checkpoint, sequences)
-    moved: dict[str, np.ndarray] = {}  # the states [tokens, hidden] with the named product in FP8
+    products = [f"{layer}.{part}" for layer in range(num_layers) for part in PRODUCTS]
+    moved = np.empty((len(products), *x.shape), np.float32)  # the states with that product in FP8
+
+    def advance(step: Step, prefix: str, weights: dict[str, np.ndarray], num_products: int) -> None:
+        """Take the states of the first products one step on, as many as one call takes at once: it reads all weights."""
+        most = max(1, MAX_PADDED_TOKENS // (longest * len(sequences)))
+        for first in range(0, num_products, most):
+            some = moved[first : min(first + most, num_products)]
+            together = batches_of([*sequences] * len(some), checkpoint.architecture.vocab_size)
+            some[:] = step.run(prefix, weights, some.reshape(-1, x.shape[1]), together).reshape(some.shape)
+
     for layer in range(num_layers):
         prefix = layer_prefix(layer)
         weights = exact.weights(prefix)
-        moved = {product: exact.run(prefix, weights, states, batches) for product, states in moved.items()}
-        for part, step in rounding.items():
-            product = f"{layer}.{part}"
-            moved[product] = step.run(prefix, weights | rounded(weights, prefix, product_linears(product), scales), x, batches)
+        own = range(layer * len(PRODUCTS), (layer + 1) * len(PRODUCTS))
+        advance(exact, prefix, weights, own.start)
+        for number, step in zip(own, rounding.values(), strict=True):
+            linears = product_linears(products[number])
+            moved[number] = step.run(prefix, weights | rounded(weights, prefix, linears, scales), x, batches)
         x = exact.run(prefix, weights, x, batches)
         progress(layer + 1, num_layers)
     if num_layers == checkpoint.architecture.num_layers:
         norm = Step(norm_model(checkpoint), checkpoint)
-        x, *states = (norm.run("", norm.weights(""), states, batches) for states in (x, *moved.values()))
-        moved = dict(zip(moved, states, strict=True))
-    away = {product: 1 - row_cosines(x, states) for product, states in moved.items()}
-    return {product: Harm(_rounded_to_digits(values.mean()), _rounded_to_digits(values.max())) for product, values in away.items()}
+        advance(norm, "", norm.weights(""), len(products))
+        x = norm.run("", norm.weights(""), x, batches)
+    return {product: _harm(1 - row_cosines(x, states)) for product, states in zip(products, moved, strict=True)}
 
 
 def products_to_keep(harms: Mapping[str, Harm], sizes: Mapping[str, int], most: float) -> frozenset[str]:
@@ -89,6 +99,10 @@ def products_to_keep(harms: Mapping[str, Harm], sizes: Mapping[str, int], most: 
 def total(harms: Mapping[str, Harm], products: Iterable[str]) -> float:
     """What these products harm together, in the mean."""
     return sum(harms[product].mean for product in sorted(products))
+
+
+def _harm(away: np.ndarray) -> Harm:
+    return Harm(_rounded_to_digits(away.mean()), _rounded_to_digits(away.max()))
 
 
 def _rounded_to_digits(value: float) -> float:
