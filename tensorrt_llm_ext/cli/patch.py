@@ -49,16 +49,18 @@ def command(action: str, site: Path | None, as_json: bool) -> None:
         return
     click.echo(f"TensorRT-LLM {found.version} in {found.folder}")
     for status in statuses:
-        _print(found, status)
+        _print(found, status, with_lines=action != "revert")
     if action != "revert":
         click.echo(NOTICE)
 
 
-def _print(site: Site, status: FileStatus) -> None:
+def _print(site: Site, status: FileStatus, *, with_lines: bool) -> None:
     where = site.shown(status.path) if status.path else status.target.files[0]
     click.echo(f"{where}, {status.target.class_name}.forward: {_WORDS[status.state]}")
     if status.reason is not None:
         click.echo(f"  left alone: {status.reason}".replace("\n", "\n  "))
+        return
+    if not with_lines:
         return
     verb_of_lines = "would be inserted" if status.state == "unpatched" else "inserted"
     click.echo(f"  {len(status.lines)} lines {verb_of_lines}, numbered as in the patched file:")

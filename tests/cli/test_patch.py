@@ -39,7 +39,9 @@ def test_apply_says_that_upstreams_generation_session_rejects_such_engines(site)
 def test_revert_gives_the_bytes_back(site):
     before = definition_path(site).read_bytes()
     extract("apply", "--site", site)
-    assert extract("revert", "--site", site).exit_code == 0
+    result = extract("revert", "--site", site)
+    assert result.exit_code == 0 and "inserted" not in result.stdout
+    assert "modeling_utils.py, DecoderModelForCausalLM.forward: not patched" in result.stdout
     assert definition_path(site).read_bytes() == before
 
 
