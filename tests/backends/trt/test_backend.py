@@ -242,6 +242,7 @@ def test_a_contract_that_puts_a_host_input_on_the_device_is_refused(upstream, tm
     [
         (dict(profiles=PROFILES[1:]), "2 profiles"),
         (dict(profiles=(Profile(64, 32, 9), *PROFILES[1:])), "attention_rows [32, 9]"),
+        (dict(profiles=(Profile(64, 32, 7), *PROFILES[1:])), "attention_rows [32, 7]"),
         (dict(limits=replace(LIMITS, max_num_tokens=257)), "max_num_tokens=257"),
         (dict(limits=replace(LIMITS, max_padded_tokens=480)), "max_batch_size=22, max_seq_len=21"),
     ],
