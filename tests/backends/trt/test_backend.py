@@ -110,11 +110,12 @@ def test_a_contract_that_lists_no_plan_is_refused(library, tmp_path):
     ("damage", "words"),
     [
         (lambda plan: plan.write_bytes(plan.read_bytes()[:-100]), "bytes"),
+        (lambda plan: plan.write_bytes(plan.read_bytes() + b"x"), "bytes"),
         (lambda plan: plan.write_bytes(b""), "another type"),
         (lambda plan: plan.write_bytes(b"\x08\x0aonnx" + plan.read_bytes()[6:]), "another type"),
         (lambda plan: plan.unlink(), "No such file"),
     ],
-    ids=["truncated", "empty", "another type", "missing"],
+    ids=["truncated", "longer", "empty", "another type", "missing"],
 )
 def test_a_plan_that_is_not_whole_or_not_a_plan_never_reaches_the_library(damage, words, library, tmp_path):
     folder = write_ours(tmp_path / "engine")

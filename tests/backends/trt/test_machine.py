@@ -18,6 +18,7 @@ from tensorrt_llm_ext.backends.trt import machine
 from tensorrt_llm_ext.backends.trt.backend import TrtBackend
 from tensorrt_llm_ext.cli import main
 from tensorrt_llm_ext.errors import IncompatibleEngine
+from tensorrt_llm_ext.recipes import read_contract
 
 TOY = Toy()
 HOST = f"{sys.platform}-{platform.machine()}"
@@ -107,6 +108,11 @@ def test_another_card_is_named_with_what_to_build_for_it(capability, fix, librar
     assert f"NVIDIA Other, compute capability {capability}, CUDA 12.8" in error.value.found
     assert "tensorrt_rtx 1.7.1.116" in error.value.found and fix in error.value.fix
     assert library.num_runtimes == 0
+
+
+@pytest.mark.parametrize("capabilities", [("8.9", "12.0"), ("12.0", "12.1")])
+def test_a_plan_for_several_cards_runs_on_each(capabilities, library, tmp_path):
+    assert open_engine(write_ours(tmp_path / "engine", compute_capabilities=capabilities), read_contract(tmp_path / "engine"))
 
 
 def test_a_plan_for_another_kind_of_host_is_refused(library, tmp_path):
