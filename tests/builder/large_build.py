@@ -2,14 +2,16 @@
 
     python tests/builder/large_build.py FOLDER PRECISION [LAYERS]
 
-Prints JSON: seconds of the whole build and of the compiler, peak memory, plan size. fp8 starts from a ModelOpt checkpoint, which
-brings its scales: a build besides calibration.
+Prints JSON: seconds of the whole build and of the compiler, peak memory, plan size. ``fp8`` starts from a ModelOpt checkpoint,
+which brings its scales: a build besides calibration. ``fp8-calibrated`` starts from bfloat16 weights and measures everything.
 """
 
 import json
 import shutil
 import struct
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +21,13 @@ import transformers
 from tensorrt_llm_ext.builder import build, build_engine, canaries
 from tensorrt_llm_ext.checkpoint.architecture import architecture_from_config
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes
+from tensorrt_llm_ext.recipes import Recipe
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_attention_heads=32,
     num_key_value_heads=32, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=True,
 )  # fmt: skip
+NUM_PROMPTS = 4  # of which 16 tokens each are measured
 _BLOCK = 1 << 22  # random values; every weight repeats them from another place
 
 
@@ -69,16 +73,38 @@ SCALES = (("weight", 0.05 / 80), ("input", 0.05))
 
 
 def main() -> None:
-    folder, precision, num_layers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 32
+    folder, kind, num_layers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 32
+    precision, _, is_calibrated = kind.partition("-")
     canaries.TOLERANCES[precision] = 0.005  # random layers change the states by less than trained ones, and FP8 by more
     build.check_fp8_canaries = lambda *given: 0.0
     folder.mkdir(parents=True)
-    write_checkpoint(folder, num_layers, precision == "fp8")
-    contract = build_engine(folder, folder / "engine", card="l40s", precision=precision)
+    write_checkpoint(folder, num_layers, kind == "fp8")
+    contract = build_engine(
+        folder,
+        folder / "engine",
+        recipe=Recipe(fp8_harm=2.0) if is_calibrated else None,  # all products are measured, and none is kept
+        card="l40s",
+        precision=precision,
+        calibration=_text(folder) if is_calibrated else None,
+        progress=_told(),
+    )
     shutil.rmtree(folder / "engine")
     (folder / "model.safetensors").unlink()
     facts = {name: contract.build[name] for name in ("seconds", "compile_seconds", "peak_rss_bytes", "plan_bytes")}
-    print(json.dumps({"layers": num_layers, "precision": precision, **facts}))
+    print(json.dumps({"layers": num_layers, "precision": kind, **facts, **contract.build.get("calibration", {})}))
+
+
+def _text(folder: Path) -> Path:
+    """Few tokens: every layer runs on them once for each product below it, some 2,000 times in all."""
+    lines = [json.dumps({"text": f"{number:02d} bottles of beer on the wall"}) for number in range(NUM_PROMPTS)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return folder / "prompts.jsonl"
+
+
+def _told() -> Callable[[str, int, int], None]:
+    """Says on stderr when a step of the build has moved on."""
+    start = time.monotonic()
+    return lambda step, done, total: print(f"{time.monotonic() - start:7.1f} s  {step} {done}/{total}", file=sys.stderr)
 
 
 if __name__ == "__main__":
