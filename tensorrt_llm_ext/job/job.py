@@ -130,7 +130,8 @@ def opened_store(job: Job, session: Session) -> Store:
 
 
 def header_of(job: Job, session: Session) -> Header:
-    """What the job's dataset says about itself. Raises TapError for taps that do not belong into one dataset."""
+    """What the job's dataset says about itself. Raises TapError for taps that do not belong into one dataset,
+    InputError for states without a loss mask and for vectors with one."""
     contract = session.contract if job.taps is None else with_taps(session.contract, job.taps)
     columns_of(contract)
     conditions = {"policy": job.policy.to_dict(), "windows": job.windows.to_dict()}
@@ -145,6 +146,13 @@ def header_of(job: Job, session: Session) -> Header:
                 found="a policy without one",
                 fix="make it with token_policy(…, loss_mask='ones')",
             )
+    elif job.policy.loss_mask is not None:  # no row of vectors keeps one, so --resume could not hold it against anything
+        raise InputError(
+            "a loss mask has no meaning for taps of one row a request",
+            expected="taps @all, or a token policy without a loss mask",
+            found=f"taps @last or @mean, and a loss mask of {job.policy.loss_mask}",
+            fix="leave loss_mask out of token_policy, or choose taps @all",
+        )
     return Header(contract, session.origin, conditions)
 
 

@@ -93,13 +93,18 @@ def _mask_of(row: _Row) -> bytes | None:
 
 
 def _other_row(row: _Row, known: _Identity | None) -> ForeignDataset:
+    identity = _identity(row)
+    is_mask = known is not None and identity is not None and known[:2] == identity[:2]  # all else is the same
+    pairs = zip(known[2], identity[2], strict=False) if is_mask else ()
+    first = next((token for token, (theirs, ours) in enumerate(pairs) if theirs != ours), 0)
+
     def described(identity: _Identity | None) -> str:
         if identity is None:
             return "a refused row"
-        request_id, tokens, mask = identity
-        return f"request '{request_id}' with tokens {tokens}" + (f" and loss mask {''.join(map(str, mask))}"[:200] if mask else "")
+        mask = f" and, from its token {first} on, loss mask {''.join(map(str, identity[2][first : first + 64]))}" if is_mask else ""
+        return f"request '{identity[0]}' with tokens {identity[1]}{mask}"
 
-    found = described(_identity(row)) + (f" ({row.refusal.code})" if isinstance(row, RefusedRow) else "")
+    found = described(identity) + (f" ({row.refusal.code})" if isinstance(row, RefusedRow) else "")
     return ForeignDataset(
         f"row {row.number} of the input is not the row that the dataset settled",
         expected=described(known),

@@ -14,14 +14,14 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def damage_errors(path: Path | str) -> Iterator[None]:
-    """Map what Lance says of a file that is missing or damaged, while ``path`` is read, to StoreError."""
+    """Map what is said of a file that is missing or damaged, while ``path`` is read, to StoreError."""
     try:
         yield
-    except (OSError, ValueError) as error:  # Arrow's errors are one or the other
+    except (OSError, ValueError, KeyError) as error:  # Arrow's errors are one of the first two; a header may lack a name
         raise StoreError(
             f"'{path}' is damaged",
             expected="the files of every commit, as they were written",
-            found=error,
+            found=f"no {error}" if isinstance(error, KeyError) else error,
             fix="restore it from a copy, or extract again into another folder",
         ) from error
 

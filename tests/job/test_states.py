@@ -12,7 +12,7 @@ from toy_engines import ALL, LAST, Toy, reference, write_engine
 from toy_jobs import BAD_ROWS, LIMITS, NAN_ROW, contents_of, ledger_of, rows_of_states, run, write_input
 from wrapped_sessions import Wrapped
 
-from tensorrt_llm_ext.errors import CanaryError, DiskFull, ForeignDataset, InputError, NoRoom
+from tensorrt_llm_ext.errors import CanaryError, DiskFull, ForeignDataset, InputError, NoRoom, StoreError
 from tensorrt_llm_ext.inputs import Fields, Sharding
 from tensorrt_llm_ext.job import report as report_module
 from tensorrt_llm_ext.store import states
@@ -146,7 +146,8 @@ def test_a_loss_mask_that_changed_is_noticed_when_its_run_goes_on(engine, tmp_pa
     write()
     with pytest.raises(ForeignDataset, match="row 13 of the input is not the row") as caught:
         run(engine, prompts, out, resume=True, **options)
-    assert caught.value.expected.endswith("loss mask 011") and caught.value.found.endswith("loss mask 001")
+    assert caught.value.expected.endswith("from its token 1 on, loss mask 11")
+    assert caught.value.found.endswith("from its token 1 on, loss mask 01")
     rows[13]["mask"] = [0, 1, 1]
     rows[25]["mask"] = [1, 0, 1]  # not settled yet
     write()
@@ -243,3 +244,19 @@ def test_some_of_an_engine_s_taps_are_stored(undisturbed, tmp_path):
 def test_a_policy_without_a_loss_mask_is_refused(engine, undisturbed, tmp_path):
     with pytest.raises(InputError, match="needs a loss mask"):
         run(engine, undisturbed[0], tmp_path / "out", loss_mask=None)
+
+
+def test_a_policy_with_a_loss_mask_is_refused_for_vectors(undisturbed, tmp_path):
+    engine = write_engine(tmp_path / "engine", Toy(taps=(LAST,), limits=LIMITS))
+    with pytest.raises(InputError, match="no meaning for taps of one row a request"):
+        run(engine, undisturbed[0], tmp_path / "out", loss_mask="ones")
+
+
+@pytest.mark.parametrize("word, found", [(b'"U8"', "no 'X8'"), (b'"loss_mask"', "no 'loss_mask'")])
+def test_a_shard_whose_header_is_damaged_is_said_when_its_run_goes_on(engine, undisturbed, tmp_path, word, found):
+    prompts, out = undisturbed[0], tmp_path / "out"
+    run(engine, prompts, out, limit=30)
+    shard = min((out / "states").glob("shard-*"))
+    shard.write_bytes(shard.read_bytes().replace(word, word.replace(b"U", b"X").replace(b"loss", b"lost")))
+    error = run(engine, prompts, out, resume=True).stopped_by
+    assert isinstance(error, StoreError) and error.what.endswith("is damaged") and error.found == found
