@@ -138,7 +138,7 @@ class Handover:
                 self._events("back_pressure", num_answers=len(full), pause_s=pause_s)
                 self._metrics.backpressure_s.inc(pause_s)
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = _FIRST_PAUSE_S if persisted else min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _with_rows_put(self, some: list[_Sent]) -> tuple[list[_Sent], list[_Sent]]:
         """What can be published, references instead of what no message can carry; and what waits for room among the rows."""

@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from toy_streams import LIMITS, QUICK, answers_of, items, make_stream, masked, w
 from tensorrt_llm_ext.errors import BackendError, BrokerError, CanaryError, NotAdmitted
 from tensorrt_llm_ext.results import Record, Tokenisation
 from tensorrt_llm_ext.runtime import Session
-from tensorrt_llm_ext.worker import InProcessBroker, NotPublished, Worker, WorkerSettings
+from tensorrt_llm_ext.worker import InProcessBroker, NotPublished, Worker, WorkerSettings, handover
 
 IDLE = WorkerSettings(name="w", leave_when_idle_s=0.4)
 
@@ -331,6 +332,21 @@ def test_when_results_are_full_it_waits_for_the_store_and_loses_nothing(engine, 
         time.sleep(0.05)
     thread.join(30)
     assert len(found) == 60
+
+
+def test_while_the_store_makes_room_it_never_waits_for_long(engine, session, monkeypatch):
+    wanted = wanted_of(engine, dataclasses.replace(QUICK, max_results_bytes=1, num_partitions=1))
+    broker, pauses = InProcessBroker(), []
+    make_stream(broker, wanted)
+    broker.publish(work_messages(wanted, items(20)))
+
+    def store_one(pause_s):
+        pauses.append(pause_s)
+        broker.settle(broker.pull_results(0, 1), "ack")
+
+    monkeypatch.setattr(handover, "time", SimpleNamespace(sleep=store_one, monotonic=time.monotonic))
+    assert Worker(session, broker, settings=IDLE).run().answered == 20
+    assert len(pauses) >= 15 and set(pauses[1:]) == {pauses[0]}
 
 
 def test_a_record_that_the_broker_never_has_room_for_is_refused_with_the_numbers(states_engine):
