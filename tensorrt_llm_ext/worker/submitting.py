@@ -13,7 +13,7 @@ from tensorrt_llm_ext.errors import BrokerError, Refusal
 from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
 from tensorrt_llm_ext.worker.broker import Broker, NotPublished, Published, work_subject
 from tensorrt_llm_ext.worker.messages import check_ids, message_from_work
-from tensorrt_llm_ext.worker.wanted import KEY, Wanted, check_priority, check_taps, read_wanted
+from tensorrt_llm_ext.worker.wanted import KEY, Wanted, check_priority, check_taps, differences, lines_of, read_wanted
 
 _ROWS_AT_ONCE = 512
 _Refused = tuple[int, str | None, Refusal]  # of a row: its number and request id
@@ -66,10 +66,13 @@ def make_stream(broker: Broker, wanted: Wanted, *, defaults: Iterable[str] = ())
         return there
     mine, theirs = _flat(asked.to_dict()), _flat(there.to_dict())
     names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    if engines := differences(there, asked.contract):  # else a hundred fields of two contracts would hide the few that matter
+        names = [name for name in names if not name.startswith("contract.")]
+    wanted_lines, lines = ([line] if engines else [] for line in lines_of(engines))
     raise BrokerError(
         f"the stream '{broker.stream}' asks for something else",
-        expected="; ".join(f"{name} {theirs.get(name)}" for name in names)[:2000],
-        found="; ".join(f"{name} {mine.get(name)}" for name in names)[:2000],
+        expected="; ".join([*wanted_lines, *(f"{name} {theirs.get(name)}" for name in names)])[:2000],
+        found="; ".join([*lines, *(f"{name} {mine.get(name)}" for name in names)])[:2000],
         fix="submit with the engine and the options that made the stream, or name another stream",
     )
 

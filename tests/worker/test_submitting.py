@@ -82,6 +82,14 @@ def test_a_stream_that_asks_for_something_else_is_an_error_with_the_differences(
     assert (caught.value.expected, caught.value.found) == ("settings.num_partitions 2", "settings.num_partitions 3")
 
 
+def test_a_stream_of_another_engine_says_what_matters_of_the_two(broker, wanted, states_engine):
+    make_stream(broker, wanted)
+    with pytest.raises(BrokerError, match="asks for something else") as caught:
+        make_stream(broker, wanted_of(states_engine))
+    assert caught.value.expected.startswith("taps final@last,final@mean; ") and "contract." not in caught.value.expected
+    assert caught.value.found.startswith("taps ") and caught.value.found.endswith("policy.loss_mask ones")
+
+
 def test_taps_of_one_row_and_of_all_and_states_without_a_loss_mask_make_no_stream(tmp_path):
     both = write_engine(tmp_path / "both", Toy(taps=(LAST, ALL), limits=LIMITS))
     with pytest.raises(TapError, match="these taps give both"):
