@@ -204,8 +204,17 @@ def _print_report(report: Report) -> None:
         click.echo(f"MISSING: {equation}, but {report.read:,} rows were read. Keep the input and report this.", err=True)
     else:
         click.echo(f"stored + already stored + refused + failed = read: {equation}")
+    if report.refused and report.refused_path and not report.stored + report.already_stored + report.failed.total():
+        click.echo(f"Nothing was stored. The first refusal: {_first_refusal(report.refused_path)}", err=True)
     if report.is_interrupted:
         click.echo("Interrupted: go on with --resume.", err=True)
+
+
+def _first_refusal(path: Path) -> str:
+    with open(path, encoding="utf-8") as file:
+        refusal = json.loads(file.readline())
+    where = f"line {refusal['line']}" if refusal["line"] else f"row {refusal['row']}"
+    return f"{where}: {refusal['what']}\n  expected: {refusal['expected']}\n  found:    {refusal['found']}\n  to do:    {refusal['fix']}"
 
 
 def _duration(seconds: float) -> str:

@@ -92,6 +92,13 @@ def test_the_summary_prints_the_equation_and_where_things_are(command, vector_en
     assert result.stderr == ""
 
 
+def test_where_nothing_could_be_stored_the_first_refusal_is_told(command, vector_engine, mixed, tmp_path):
+    result = command("run", vector_engine, "--input", mixed, "--out", tmp_path / "out", "--text-field", "txt")
+    assert result.exit_code == 0 and "refused         8" in result.stdout
+    assert result.stderr.startswith("Nothing was stored. The first refusal: line 1: the row has no field 'txt'\n")
+    assert "did you mean 'text'?" in result.stderr
+
+
 def test_refused_rows_fail_only_when_asked(command, vector_engine, mixed, tmp_path):
     words = ["run", vector_engine, "--input", mixed, "--out", tmp_path / "out", "--id-field", "id", "--resume"]
     assert command(*words).exit_code == 0
