@@ -23,6 +23,8 @@ def command(datasets: tuple[Path, ...], as_json: bool) -> None:
 
     Exit code 1: something is damaged, missing, there twice, or not finished.
     """
+    from rich.filesize import decimal
+
     from tensorrt_llm_ext.checks.whole import check_dataset
     from tensorrt_llm_ext.store import STATES_NAME, open_states
 
@@ -36,7 +38,7 @@ def command(datasets: tuple[Path, ...], as_json: bool) -> None:
         click.echo(json.dumps({"is_whole": is_right, "datasets": described}))
     else:
         for whole in found:
-            click.echo(f"{whole.dataset}: {whole.num_rows:,} requests, {whole.num_bytes / 1e9:.3g} GB, every hash computed again")
+            click.echo(f"{whole.dataset}: {whole.num_rows:,} requests, {decimal(whole.num_bytes)}, every hash computed again")
             for damage in whole.damages:
                 click.echo(f"  DAMAGED {damage.place}\n    expected: {damage.expected}\n    found:    {damage.found}")
         click.echo("Everything is as it was written." if is_right else "Not everything is as it was written.")

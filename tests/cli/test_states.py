@@ -49,7 +49,9 @@ def test_chat_messages_become_training_data_with_the_assistant_s_mask(command, s
         (expected,) = tokenizer.encode_batch([f"answer {entry['row']}</s>"], False)
         assert learnt == expected.tolist()
         assert entry["taps"].split(",") == ["layer_002_pre_all", "layer_004_pre_all", "layer_005_pre_all", "final_pre_all"]
-    assert command("check", out).exit_code == 0 and command("show", out).exit_code == 0
+    checked = command("check", out)
+    assert checked.exit_code == 0 and " kB, every hash computed again" in checked.stdout
+    assert command("show", out).exit_code == 0
     assert json.loads((out / "states" / "manifest.json").read_text())["job"]["policy"]["loss_mask"] == "assistant"
 
 
