@@ -208,16 +208,19 @@ class JetStreamBroker:
         return self._connection.call(read, f"read '{key}'")
 
     def put(self, bucket: Bucket, key: str, value: bytes, *, revision: int | None = None) -> int | None:
-        from nats.js.errors import KeyWrongLastSequenceError
+        from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
         async def write() -> int | None:
             opened = await self._bucket(bucket)
-            try:
-                if revision is None:
-                    return await opened.put(key, value)
-                return await (opened.update(key, value, last=revision) if revision else opened.create(key, value))
-            except KeyWrongLastSequenceError:
-                return None
+            while True:
+                try:
+                    if revision is None:
+                        return await opened.put(key, value)
+                    return await (opened.update(key, value, last=revision) if revision else opened.create(key, value))
+                except KeyWrongLastSequenceError:
+                    return None
+                except KeyNotFoundError:  # a lease that ended after it was in the way, while ``create`` looked at it: again
+                    pass
 
         return self._connection.call(write, f"write '{key}'")
 

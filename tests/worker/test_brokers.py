@@ -1,5 +1,6 @@
 """Both brokers keep the same rules; the worker, the store and the submitter stand on nothing else."""
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -9,7 +10,7 @@ import pytest
 from toy_streams import QUICK, result_message, wait_for, wanted_of, work_message
 
 from tensorrt_llm_ext.errors import BrokerError, InputError
-from tensorrt_llm_ext.worker import InProcessBroker, Message, NotPublished, Published
+from tensorrt_llm_ext.worker import Access, InProcessBroker, JetStreamBroker, Message, NotPublished, Published
 from tensorrt_llm_ext.worker.broker import reference_subject, rows_subject
 from tensorrt_llm_ext.worker.wanted import LANES
 
@@ -178,6 +179,22 @@ def test_a_lease_is_taken_once_renewed_by_its_revision_and_ends_by_itself(made):
     assert made.get("leases", "part-0") is None and made.keys("leases") == []
     assert made.put("leases", "part-0", b"mine", revision=renewed) is None
     assert made.put("leases", "part-0", b"other", revision=0) > renewed
+
+
+def test_a_lease_that_ends_while_another_asks_for_it_is_free(nats_server, wanted, monkeypatch):
+    with JetStreamBroker.open(Access(nats_server.url), "lease-ends", name="test") as broker:
+        broker.create(wanted)
+        first = broker.put("leases", "part-0", b"mine", revision=0)
+        bucket = broker._buckets["leases"]
+        look = bucket._get
+
+        async def look_late(*key, **options):
+            await asyncio.sleep(QUICK.lease_s * 1.8)
+            return await look(*key, **options)
+
+        monkeypatch.setattr(bucket, "_get", look_late)
+        assert broker.put("leases", "part-0", b"other", revision=0) > first
+        assert broker.get("leases", "part-0").value == b"other"
 
 
 def test_a_lease_is_removed_only_by_its_newest_revision(made):
