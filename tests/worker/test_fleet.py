@@ -153,6 +153,7 @@ def test_500_items_of_smollm2_for_training_under_sigkill_are_those_of_a_run(own_
         store_options=("--shard-mib", "64"),
     )  # fmt: skip
     check_every_item_once(tmp_path, 500, result)
+    assert not result["ended"]
     largest = check_states_equal_a_run(engine, prompts, tmp_path)
     print({name: value for name, value in result.items() if name != "status"}, f"largest difference {largest:.2g}")
 
@@ -173,6 +174,7 @@ def test_10_000_items_of_smollm2_under_sigkill_every_few_seconds(own_nats_server
         engine, own_nats_server, "s", tmp_path, num_workers=3, kill_every_s=8.0, calm_after=10**6, restart_after=5, timeout_s=3 * 3600
     )
     check_every_item_once(tmp_path, num_rows, result)
+    assert not result["ended"]
     print({name: value for name, value in result.items() if name != "status"}, result["status"].by_code)
 
 
