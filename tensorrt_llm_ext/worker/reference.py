@@ -72,7 +72,8 @@ def put_rows(
     chunks: list[int] = []
     for first in range(0, len(payload), max_chunk_bytes * _CHUNKS_AT_ONCE):
         some = payload[first : first + max_chunk_bytes * _CHUNKS_AT_ONCE]
-        outcomes = broker.publish([Message(subject, some[start : start + max_chunk_bytes]) for start in range(0, len(some), max_chunk_bytes)])
+        pieces = (some[start : start + max_chunk_bytes] for start in range(0, len(some), max_chunk_bytes))
+        outcomes = broker.publish([Message(subject, piece) for piece in pieces])
         refused = [outcome for outcome in outcomes if isinstance(outcome, NotPublished)]
         taken = [outcome.sequence for outcome in outcomes if isinstance(outcome, Published)]
         if refused:

@@ -59,7 +59,6 @@ class StreamSettings:
                     fix="leave it out, or say a positive number",
                 )
 
-
     @property
     def chunk_bytes(self) -> int:
         """The most bytes of a chunk of rows."""

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import threading
 import time
 
 import pytest
 from toy_engines import work_item
-from toy_streams import SMALL, check_stored, items, make_stream, masked, rows_bytes, wait_for, wanted_of, work_messages
+from toy_streams import SMALL, check_stored, items, make_stream, masked, rows_bytes, running, wait_for, wanted_of, work_messages
 
 from tensorrt_llm_ext.results import payload_from_record
 from tensorrt_llm_ext.runtime import Session
@@ -88,18 +87,10 @@ def test_workers_get_the_room_that_orphans_take(states_engine, broker, session, 
     (lane,) = (lane for lane in LANES if lane.name == "normal.long")
     for delivery in broker.pull_work({lane: 3})[lane]:
         assert isinstance(put_rows(broker, b"x" * 6000, 0, delivery.sequence, max_chunk_bytes=2600), tuple)
-    stop = threading.Event()
     worker = Worker(session, broker, settings=WorkerSettings(max_tokens_in_flight=max_tokens, drain_s=0.5))
     store = StoreWriter(broker, tmp_path, 0, settings=dataclasses.replace(STORE, leave_when_idle_s=None))
-    threads = [threading.Thread(target=part.run, args=(stop,)) for part in (worker, store)]
-    for thread in threads:
-        thread.start()
-    try:
+    with running(worker, store):
         wait_for(lambda: status_of(broker).is_done, timeout_s=20.0)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
     assert worker.metrics.value("extract_backpressure_seconds_total") and store.counts == {"stored": 10}
     check_stored(tmp_path / "part-0", work)
     assert rows_bytes(broker) == 0
@@ -252,16 +243,9 @@ def test_a_store_without_answers_frees_the_room_of_settled_items(states_engine, 
     make_stream(broker, wanted)
     work = masked(items(3, max_length=30))
     broker.publish(work_messages(wanted, work))
-    stop = threading.Event()
-    store = StoreWriter(broker, tmp_path, 0, settings=dataclasses.replace(STORE, leave_when_idle_s=None))
-    storing = threading.Thread(target=store.run, args=(stop,))
-    storing.start()
-    try:
+    with running(StoreWriter(broker, tmp_path, 0, settings=dataclasses.replace(STORE, leave_when_idle_s=None))):
         Worker(session, broker, settings=WorkerSettings(leave_when_idle_s=0.4)).run()
         wait_for(lambda: status_of(broker).is_done, timeout_s=20.0)
         put_rows(broker, b"late" * 1000, 0, 1, max_chunk_bytes=1000)
         wait_for(lambda: not rows_bytes(broker), timeout_s=20.0)
-    finally:
-        stop.set()
-        storing.join(30)
     check_stored(tmp_path / "part-0", work)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import random
 import re
-import threading
 import time
 
 import numpy as np
@@ -19,6 +18,7 @@ from toy_streams import (
     make_stream,
     masked,
     rows_bytes,
+    running,
     wait_for,
     wanted_of,
     work_messages,
@@ -234,26 +234,15 @@ def test_workers_wait_while_there_is_no_room_for_rows_and_lose_nothing(states_en
     make_stream(broker, wanted)
     work = masked(items(80, max_length=30))
     broker.publish(work_messages(wanted, work))
-    stop, patient = threading.Event(), WorkerSettings(max_tokens_in_flight=200, drain_s=1.0)
-    sessions = [Session.open(states_engine, num_threads=1) for _ in range(2)]
-    workers = [Worker(session, broker, settings=patient) for session in sessions]
-    threads = [threading.Thread(target=worker.run, args=(stop,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_for(lambda: all(worker.metrics.value("extract_backpressure_seconds_total") for worker in workers))
-        assert rows_bytes(broker) <= 20_000
-        store = StoreWriter(broker, tmp_path, 0, settings=dataclasses.replace(STORE, leave_when_idle_s=None))
-        storing = threading.Thread(target=store.run, args=(stop,))
-        threads.append(storing)
-        storing.start()
-        wait_for(lambda: status_of(broker).is_done)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-        for session in sessions:
-            session.close()
+    patient = WorkerSettings(max_tokens_in_flight=200, drain_s=1.0)
+    with Session.open(states_engine, num_threads=1) as one, Session.open(states_engine, num_threads=1) as other:
+        workers = [Worker(session, broker, settings=patient) for session in (one, other)]
+        with running(*workers):
+            wait_for(lambda: all(worker.metrics.value("extract_backpressure_seconds_total") for worker in workers))
+            assert rows_bytes(broker) <= 20_000
+            store = StoreWriter(broker, tmp_path, 0, settings=dataclasses.replace(STORE, leave_when_idle_s=None))
+            with running(store):
+                wait_for(lambda: status_of(broker).is_done)
     assert store.counts == {"stored": 80}
     check_stored(tmp_path / "part-0", work)
 
@@ -346,14 +335,6 @@ def test_a_writer_that_reads_rows_for_longer_than_its_lease_keeps_it(local, want
 
     monkeypatch.setattr(InProcessBroker, "read", slow)
     settings = dataclasses.replace(STORE, shard_bytes=1 << 20, commit_s=0.5, leave_when_idle_s=None)
-    stop, writers = threading.Event(), [StoreWriter(local, tmp_path, 0, settings=settings) for _ in range(2)]
-    threads = [threading.Thread(target=writer.run, args=(stop,)) for writer in writers]
-    for thread in threads:
-        thread.start()
-    try:
+    with running(*(StoreWriter(local, tmp_path, 0, settings=settings) for _ in range(2))):
         wait_for(lambda: status_of(local).is_done, timeout_s=20.0)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
     check_stored(tmp_path / "part-0", work)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 from toy_engines import ALL, NAN_TOKEN, reference, work_item
@@ -106,3 +108,18 @@ def wait_for(is_so, timeout_s=60.0):
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@contextmanager
+def running(*parts):
+    """Workers or store writers, each in a thread, until the block is left."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=part.run, args=(stop,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional
 
 from tensorrt_llm_ext.backends.torch.values import FP8_MAX, HeadNorms, Heads, Layout, Linear, Norm, Rope, Rows
-
-TINY = 1e-12  # a row of zeros gets this scale: it stays zero
+from tensorrt_llm_ext.graph.quantisation import SMALLEST_ROW
 
 
 def layout(lengths: torch.Tensor, num_tokens: int, space: torch.Tensor) -> Layout:
@@ -103,7 +102,7 @@ def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tenso
 
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round float32 rows to e4m3, each with a scale of its own: values, and scales ``[rows, 1]``."""
-    scales = rows.abs().amax(1, keepdim=True).clamp_(min=TINY) / FP8_MAX
+    scales = rows.abs().amax(1, keepdim=True).clamp_(min=SMALLEST_ROW) / FP8_MAX
     return (rows / scales).to(torch.float8_e4m3fn), scales
 
 
