@@ -32,7 +32,6 @@ from tensorrt_llm_ext.builder.parts import EngineParts, Progress
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes, product_linears
 from tensorrt_llm_ext.checkpoint.protocol import Checkpoint, Fp8Scales, TensorInfo
-from tensorrt_llm_ext.errors import UnsupportedCheckpoint
 from tensorrt_llm_ext.graph.quantisation import Fp8Linears, LinearScales
 from tensorrt_llm_ext.graph.weights import check_space, link
 from tensorrt_llm_ext.recipes import BuildSettings
@@ -60,8 +59,6 @@ def write_torch_engine(
     """
     highest = max(tap.layer for tap in settings.taps)
     stored = stored_scales(checkpoint, calibration, num_layers=highest) if settings.precision == "fp8" else {}
-    if settings.compute_capabilities:
-        _check_inputs(checkpoint, stored)
     measured = calibrated(checkpoint, settings, calibration, progress) if settings.fp8_harm is not None and not stored else None
     kept = _kept(stored, settings, highest) if stored else measured.kept if measured else settings.fp8_kept or ()
     names = [name for name in decoder_shapes(checkpoint.architecture) if is_needed(name, highest)]
@@ -83,18 +80,6 @@ def write_torch_engine(
         fp8=_linears(stored, kept, highest) if settings.precision == "fp8" else None,
         build={"calibration": measured.facts(checkpoint)} if measured else _facts(stored, kept),
     )
-
-
-def _check_inputs(checkpoint: Checkpoint, stored: Mapping[str, Fp8Scales]) -> None:
-    """Raise UnsupportedCheckpoint for inputs with fixed scales, which the kernels of a card do not round by."""
-    fixed = [linear for linear, scales in stored.items() if scales.activation is not None]
-    if fixed:
-        raise UnsupportedCheckpoint(
-            f"backend torch does not round by the fixed input scales of '{checkpoint.name}' on a card yet",
-            expected="linears in FP8 whose inputs are scaled row by row",
-            found=f"{len(fixed)} with a fixed scale, the first '{fixed[0]}.input_scale'",
-            fix="build with --precision bfloat16, or from the checkpoint that was quantised",
-        )
 
 
 def _kept(stored: Mapping[str, Fp8Scales], settings: BuildSettings, num_layers: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from tensorrt_llm_ext.builder import build, build_engine, calibration, canaries,
 from tensorrt_llm_ext.builder.calibration import calibrate, stored_calibration
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, product_linears
-from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError, UnsupportedCheckpoint
+from tensorrt_llm_ext.errors import BuildError, InputError, RecipeError
 from tensorrt_llm_ext.graph import write_decoder
 from tensorrt_llm_ext.graph.fp8 import rounded_to_fp8, scale_of
 from tensorrt_llm_ext.graph.quantisation import Fp8Linears
@@ -220,8 +220,8 @@ def test_scales_of_a_quantised_checkpoint_are_read_and_nothing_is_measured(metho
         assert np.array_equal(written.astype(np.float32), codes.float().numpy())  # the very values that were stored
     with pytest.raises(InputError, match="brings its own FP8 scales"):
         build_engine(folder, tmp_path / "other", precision="fp8", calibration=text)
-    with pytest.raises(UnsupportedCheckpoint, match="fixed input scales of .* on a card yet"):
-        build_engine(folder, tmp_path / "other", card="h200", precision="fp8")
+    contract = build_engine(folder, tmp_path / "torch", card="h200", precision="fp8")
+    assert contract.build["stored_scales"] == {"linears": 13, "fixed_inputs": 13, "kept_products": ["1.down"]}
 
 
 def test_the_oracle_foretells_what_the_engine_gives(checkpoint, text, tmp_path):

@@ -1,6 +1,7 @@
 """Backend torch on a card: the same sequence gives the same bytes in any batch, and near the float32 of the plain operations."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +133,18 @@ def test_two_engines_in_two_threads_do_not_disturb_each_other():
         together = list(pool.map(lambda engine: [run(engine, own)["final_post_last"] for _ in range(20)], engines))
     for right, found in zip(alone, together, strict=True):
         assert all(torch.equal(rows, right) for rows in found)
+
+
+def test_a_fixed_scale_of_inputs_gives_the_plain_operations_states():
+    engine = engine_of("llama", "fp8", "final@all")
+    layers = []
+    for layer in engine._decoder.layers:
+        linears = {name: replace(getattr(layer, name), input_scale=0.01) for name in ("qkv", "o", "gate_up", "down")}
+        layers.append(replace(layer, **linears))  # saturates at 4.48, which inputs pass
+    dynamic = run(engine, sequences())["final_post_all"]
+    engine._decoder = replace(engine._decoder, layers=tuple(layers))
+    found = run(engine, sequences())["final_post_all"]
+    engine._operations = plain
+    expected = run(engine, sequences())["final_post_all"]
+    cosines = torch.nn.functional.cosine_similarity(found.float(), expected.float(), dim=-1)
+    assert cosines.min() > 0.99 and not torch.equal(found, dynamic)

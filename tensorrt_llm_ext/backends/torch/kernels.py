@@ -30,8 +30,8 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows)
     """See ``plain.add_norm``."""
     size = x.shape[1]
     _add_norm[(len(x),)](
-        x, x if delta is None else delta, norm.weight, out.values, _scales(out), size, norm.eps,
-        HAS_DELTA=delta is not None, IS_FP8=out.scales is not None, **_row(size),
+        x, x if delta is None else delta, norm.weight, out.values, _scales(out), size, norm.eps, out.input_scale or 0.0,
+        HAS_DELTA=delta is not None, IS_FP8=out.scales is not None, IS_FIXED=out.input_scale is not None, **_row(size),
     )  # fmt: skip
 
 
@@ -40,8 +40,8 @@ def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
     size = gate_up.shape[1] // 2
     first, second, third = _pieces(size)
     _swiglu[(len(gate_up),)](
-        gate_up, out.values, _scales(out), size, IS_FP8=out.scales is not None, FIRST=first, SECOND=second, THIRD=third,
-        num_warps=min(max(first // 1024, 1), 8),
+        gate_up, out.values, _scales(out), size, out.input_scale or 0.0, IS_FP8=out.scales is not None,
+        IS_FIXED=out.input_scale is not None, FIRST=first, SECOND=second, THIRD=third, num_warps=min(max(first // 1024, 1), 8),
     )  # fmt: skip
 
 
@@ -49,8 +49,8 @@ def gather(rows: torch.Tensor, last_token_ids: torch.Tensor | None, out: Rows) -
     """See ``plain.gather``."""
     num_rows, size = len(rows) if last_token_ids is None else len(last_token_ids), rows.shape[1]
     _gather[(num_rows,)](
-        rows, rows if last_token_ids is None else last_token_ids, out.values, _scales(out), size,
-        IS_INDEXED=last_token_ids is not None, IS_FP8=out.scales is not None, **_row(size),
+        rows, rows if last_token_ids is None else last_token_ids, out.values, _scales(out), size, out.input_scale or 0.0,
+        IS_INDEXED=last_token_ids is not None, IS_FP8=out.scales is not None, IS_FIXED=out.input_scale is not None, **_row(size),
     )  # fmt: skip
 
 
@@ -126,12 +126,50 @@ def _scales(rows: Rows) -> torch.Tensor:
 
 
 @triton.jit
-def _write(row, values, scales, index, size, columns, inside, IS_FP8: tl.constexpr):
-    """Write a float32 row, quantised with its own scale where it is FP8."""
-    if IS_FP8:
-        scale = tl.maximum(tl.max(tl.abs(row), 0), 1e-12) / 448.0
+def _measure(row, IS_FIXED: tl.constexpr):
+    """What decides a row's scale: its largest magnitude; under a fixed scale 0, or NaN where a value is not finite."""
+    if IS_FIXED:
+        measure = tl.sum(row * 0.0, 0)
+    else:
+        measure = tl.max(tl.abs(row), 0)
+    return measure
+
+
+@triton.jit
+def _larger(measure, other, IS_FIXED: tl.constexpr):
+    """The measure of two pieces of a row together."""
+    if IS_FIXED:
+        both = measure + other
+    else:
+        both = tl.maximum(measure, other)
+    return both
+
+
+@triton.jit
+def _write_scale(measure, input_scale, scales, index, IS_FIXED: tl.constexpr):
+    """Write a row's scale, and return what its values are divided by."""
+    if IS_FIXED:
+        scale = input_scale
+        tl.store(scales + index, scale + measure)
+    else:
+        scale = tl.maximum(measure, 1e-12) / 448.0
         tl.store(scales + index, scale)
-        row = row / scale
+    return scale
+
+
+@triton.jit
+def _saturated(row, IS_FIXED: tl.constexpr):
+    """Cut what lies beyond e4m3; a NaN stays one, and a row's own scale leaves nothing to cut."""
+    if IS_FIXED:
+        row = tl.where(row > 448.0, 448.0, tl.where(row < -448.0, -448.0, row))
+    return row
+
+
+@triton.jit
+def _write(row, values, scales, index, size, input_scale, columns, inside, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr):
+    """Write a float32 row, quantised with its own scale, or a fixed one, where it is FP8."""
+    if IS_FP8:
+        row = _saturated(row / _write_scale(_measure(row, IS_FIXED), input_scale, scales, index, IS_FIXED), IS_FIXED)
     tl.store(values + index * size + columns, row.to(values.dtype.element_ty), mask=inside)
 
 
@@ -146,8 +184,8 @@ def _embed(token_ids, table, x, num_tokens, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_norm(x, delta, weight, values, scales, size, eps,
-              HAS_DELTA: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _add_norm(x, delta, weight, values, scales, size, eps, input_scale, HAS_DELTA: tl.constexpr,
+              IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -159,7 +197,7 @@ def _add_norm(x, delta, weight, values, scales, size, eps,
         row = rounded.to(tl.float32)
     row = row * tl.rsqrt(tl.sum(row * row, 0) / size + eps)
     row = row * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    _write(row, values, scales, index, size, columns, inside, IS_FP8)
+    _write(row, values, scales, index, size, input_scale, columns, inside, IS_FP8, IS_FIXED)
 
 
 @triton.jit
@@ -170,37 +208,35 @@ def _swiglu_piece(place, size, columns, inside):
 
 
 @triton.jit
-def _swiglu(gate_up, values, scales, size, IS_FP8: tl.constexpr,
+def _swiglu(gate_up, values, scales, size, input_scale, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr,
             FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     place = gate_up + index * 2 * size
     columns1 = tl.arange(0, FIRST)
     row1 = _swiglu_piece(place, size, columns1, columns1 < size)
-    largest = tl.max(tl.abs(row1), 0)
+    measure = _measure(row1, IS_FIXED)
     if SECOND > 0:
         columns2 = FIRST + tl.arange(0, SECOND)
         row2 = _swiglu_piece(place, size, columns2, columns2 < size)
-        largest = tl.maximum(largest, tl.max(tl.abs(row2), 0))
+        measure = _larger(measure, _measure(row2, IS_FIXED), IS_FIXED)
     if THIRD > 0:
         columns3 = FIRST + SECOND + tl.arange(0, THIRD)
         row3 = _swiglu_piece(place, size, columns3, columns3 < size)
-        largest = tl.maximum(largest, tl.max(tl.abs(row3), 0))
+        measure = _larger(measure, _measure(row3, IS_FIXED), IS_FIXED)
     factor = 1.0
     if IS_FP8:
-        scale = tl.maximum(largest, 1e-12) / 448.0
-        tl.store(scales + index, scale)
-        factor = 1.0 / scale
+        factor = 1.0 / _write_scale(measure, input_scale, scales, index, IS_FIXED)
     out = values + index * size
-    tl.store(out + columns1, (row1 * factor).to(values.dtype.element_ty), mask=columns1 < size)
+    tl.store(out + columns1, _saturated(row1 * factor, IS_FIXED).to(values.dtype.element_ty), mask=columns1 < size)
     if SECOND > 0:
-        tl.store(out + columns2, (row2 * factor).to(values.dtype.element_ty), mask=columns2 < size)
+        tl.store(out + columns2, _saturated(row2 * factor, IS_FIXED).to(values.dtype.element_ty), mask=columns2 < size)
     if THIRD > 0:
-        tl.store(out + columns3, (row3 * factor).to(values.dtype.element_ty), mask=columns3 < size)
+        tl.store(out + columns3, _saturated(row3 * factor, IS_FIXED).to(values.dtype.element_ty), mask=columns3 < size)
 
 
 @triton.jit
-def _gather(rows, last_token_ids, values, scales, size,
-            IS_INDEXED: tl.constexpr, IS_FP8: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _gather(rows, last_token_ids, values, scales, size, input_scale, IS_INDEXED: tl.constexpr,
+            IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -208,7 +244,7 @@ def _gather(rows, last_token_ids, values, scales, size,
     if IS_INDEXED:
         source = tl.load(last_token_ids + index).to(tl.int64) - 1
     row = tl.load(rows + source * size + columns, mask=inside, other=0.0).to(tl.float32)
-    _write(row, values, scales, index, size, columns, inside, IS_FP8)
+    _write(row, values, scales, index, size, input_scale, columns, inside, IS_FP8, IS_FIXED)
 
 
 @triton.jit

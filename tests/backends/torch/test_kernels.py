@@ -31,12 +31,13 @@ def ids(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def rows_pair(num_rows, size, is_fp8):
+def rows_pair(num_rows, size, is_fp8, input_scale=None):
     """Two places for the same rows, poisoned."""
 
     def place():
         scales = torch.full((num_rows, 1), float("nan"), device=DEVICE) if is_fp8 else None
-        return Rows(torch.full((num_rows, size), float("nan"), device=DEVICE).to(FP8 if is_fp8 else DTYPE), scales)
+        values = torch.full((num_rows, size), float("nan"), device=DEVICE).to(FP8 if is_fp8 else DTYPE)
+        return Rows(values, scales, None, input_scale)
 
     return place(), place()
 
@@ -85,6 +86,20 @@ def test_swiglu(is_fp8, size):
     for module, out in ((kernels, found), (plain, expected)):
         module.swiglu(random(6, 2 * size), out)
     assert_same_rows(found, expected)
+
+
+@pytest.mark.parametrize("operation", ["add_norm", "swiglu", "gather"])
+def test_a_fixed_scale_saturates_and_a_row_that_is_not_finite_stays_so(operation):
+    rows = random(6, 2 * SIZE if operation == "swiglu" else SIZE)
+    rows[3, 5], rows[4, 7] = float("nan"), float("inf")
+    found, expected = rows_pair(6, SIZE, True, 1 / 512)  # saturates at 0.875
+    for module, out in ((kernels, found), (plain, expected)):
+        arguments = {"add_norm": (rows.clone(), None, Norm(random(SIZE, seed=2), 1e-5)), "swiglu": (rows,), "gather": (rows, None)}
+        getattr(module, operation)(*arguments[operation], out)
+    finite = [0, 1, 2, 5]
+    assert torch.equal(found.scales[finite], expected.scales[finite]) and values_of(expected)[finite].abs().max() == 0.875
+    assert_same_rows(Rows(found.values[finite], found.scales[finite]), Rows(expected.values[finite], expected.scales[finite]))
+    assert found.scales[3:5].isnan().all() and expected.scales[3:5].isnan().all()
 
 
 def test_a_row_of_zeros_stays_zero_in_fp8():
