@@ -30,6 +30,12 @@ Bucket = Literal["facts", "leases"]
 Part = Literal["work", "rows"]
 Settling = Literal["ack", "extend", "give_back", "terminate"]
 
+FULL = {"expected": "room for one more message", "fix": "wait until the store has made room, or make a stream with more of it"}
+"""What a ``NotPublished`` of a bound of messages says."""
+
+STREAM_TOO_SMALL = "shorten it, or make a stream with a larger max_message_bytes"
+"""What to do about a message that is larger than its stream takes."""
+
 _NAME = re.compile(r"^[A-Za-z0-9_-]{1,64}$")
 
 
@@ -66,11 +72,16 @@ class Published:
 
 @dataclass(frozen=True)
 class NotPublished:
-    """A message the broker did not take: ``taken`` (its subject has a message: ``sequence``), ``full``, ``too_large``."""
+    """A message the broker did not take: ``taken`` (its subject has a message: ``sequence``), ``full``, ``too_large``.
+
+    Of the last two ``expected`` and ``fix`` say whose bound it was, the stream's or the server's, and what to do about it.
+    """
 
     code: Literal["taken", "full", "too_large"]
     found: str
     sequence: int | None = None
+    expected: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Handover:
                 self._events("rows_put_again", request_id=answered.content.request_id, sequence=answered.delivery.sequence)
             refused = [(pair, out) for pair, out in zip(ready, outcomes, strict=True) if isinstance(out, NotPublished)]
             full = [pair for pair, out in refused if out.code == "full"] + full
-            some = full + [self._refused(answered, out.found) for (answered, _), out in refused if out.code != "full"]
+            some = full + [self._refused(answered, out) for (answered, _), out in refused if out.code != "full"]
             some += [self._encoded(answered) for answered in again]
             if full:
                 self._events("back_pressure", num_answers=len(full), pause_s=pause_s)
@@ -150,7 +150,7 @@ class Handover:
                 ready.append((answered, message))
                 continue
             if len(payload) > self._most_rows_bytes:
-                ready.append(self._refused(answered, f"{len(payload):,} bytes"))
+                ready.append(self._refused(answered, self._no_room(payload)))
                 continue
             partition = partition_of_answer(record.request_id, sequence, self._wanted)
             chunks = put_rows(self._broker, payload, partition, sequence, max_chunk_bytes=self._chunk_bytes)
@@ -169,25 +169,26 @@ class Handover:
         """The largest answer that goes among the rows: it takes half of their room, so two find some in time."""
         return max(1, self._wanted.settings.max_chunks // 2) * self._chunk_bytes
 
-    def _refused(self, answered: _Answered, found: str) -> tuple[_Answered, Message]:
+    def _no_room(self, payload: bytes) -> NotPublished:
+        expected = f"at most {self._most_rows_bytes:,} bytes: half of the room for rows"
+        fix = "tap fewer layers, send shorter items, or make a stream with more room for rows (max_rows_bytes)"
+        return NotPublished("too_large", f"{len(payload):,} bytes", expected=expected, fix=fix)
+
+    def _refused(self, answered: _Answered, why: NotPublished) -> tuple[_Answered, Message]:
         """A record for which the broker never has room is refused with the numbers."""
         record = answered.content
         if not isinstance(record, Record):
-            raise BrokerError(
-                "the reason why a work item has no answer does not fit into a message",
-                expected=f"at most {self._wanted.settings.max_message_bytes:,} bytes",
-                found=found,
-                fix="make a stream with a larger max_message_bytes, at a server with a larger max_payload",
-            )
+            what = "the reason why a work item has no answer does not fit into a message"
+            raise BrokerError(what, expected=why.expected, found=why.found, fix=why.fix)
         refused = Outcome(
             "refused",
             record.request_id,
             record.work_item_id,
             "result_too_large",
-            "the answer is larger than what the stream carries",
-            f"at most {self._most_rows_bytes:,} bytes: half of the room for rows",
-            found,
-            "tap fewer layers, send shorter items, or make a stream with more room for rows (max_rows_bytes)",
+            "the answer is larger than what the broker carries",
+            why.expected,
+            why.found,
+            why.fix,
         )
         answered = _Answered(answered.delivery, answered.held, refused)
         return answered, message_from_answer(refused, answered.delivery.sequence, self._wanted)

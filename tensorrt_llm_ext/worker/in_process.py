@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from tensorrt_llm_ext.errors import BrokerError
 from tensorrt_llm_ext.worker.broker import (
+    FULL,
+    STREAM_TOO_SMALL,
     Bucket,
     Counts,
     Delivery,
@@ -73,7 +75,8 @@ class InProcessBroker:
         stream, wanted = self._streams[part], self._made()
         wire = json.dumps(dict(message.headers)).encode() + b"\n" + message.body
         if len(message.body) > (limit := wanted.settings.max_message_bytes):
-            return NotPublished("too_large", f"{len(message.body):,} bytes; the stream takes {limit:,}")
+            found, expected = f"{len(message.body):,} bytes", f"at most {limit:,} bytes: the stream's max_message_bytes"
+            return NotPublished("too_large", found, expected=expected, fix=STREAM_TOO_SMALL)
         if message.message_id is not None and message.message_id in stream.message_ids:
             return Published(stream.message_ids[message.message_id], is_duplicate=True)
         if message.is_first:
@@ -82,7 +85,7 @@ class InProcessBroker:
                 return NotPublished("taken", f"sequence {taken}", taken)
         most = {"results": wanted.max_results, "rows": wanted.settings.max_chunks}.get(part)
         if most is not None and len(stream.kept) >= most:
-            return NotPublished("full", f"{most:,} messages wait for the store")
+            return NotPublished("full", f"{most:,} messages wait for the store", **FULL)
         stream.last_sequence += 1
         stream.kept[stream.last_sequence] = _Kept(message.subject, wire)
         if message.message_id is not None:

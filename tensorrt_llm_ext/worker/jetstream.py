@@ -12,6 +12,8 @@ from typing import Any, Literal
 from tensorrt_llm_ext.errors import BrokerError
 from tensorrt_llm_ext.worker.access import Access
 from tensorrt_llm_ext.worker.broker import (
+    FULL,
+    STREAM_TOO_SMALL,
     Bucket,
     Counts,
     Delivery,
@@ -26,7 +28,7 @@ from tensorrt_llm_ext.worker.broker import (
     rows_subject,
 )
 from tensorrt_llm_ext.worker.connection import Connection
-from tensorrt_llm_ext.worker.jetstream_parts import HEADER_BYTES, create_parts, lane_consumer
+from tensorrt_llm_ext.worker.jetstream_parts import HEADER_BYTES, RAISE_MAX_PAYLOAD, check_max_payload, create_parts, lane_consumer
 from tensorrt_llm_ext.worker.wanted import LANES, Lane, Wanted
 
 _PULL_S = 2.0
@@ -48,7 +50,13 @@ class JetStreamBroker:
     def open(cls, access: Access, stream: str, *, name: str, on_event: Callable[[str], None] = lambda event: None):
         """Connect. ``on_event`` hears ``disconnected`` and ``reconnected``. Raises BrokerError, InputError, MissingExtra."""
         check_stream_name(stream)
-        return cls(Connection(access, name, on_event), stream)
+        connection = Connection(access, name, on_event)
+        try:
+            check_max_payload(connection.client.max_payload)
+        except BrokerError:
+            connection.close()
+            raise
+        return cls(connection, stream)
 
     def create(self, wanted: Wanted) -> None:
         self._connection.call(lambda: create_parts(self._js, self.stream, wanted), f"make the stream '{self.stream}'")
@@ -59,8 +67,9 @@ class JetStreamBroker:
     async def _publish(self, message: Message) -> Published | NotPublished:
         from nats.js.errors import APIError
 
-        if (limit := self.max_body_bytes()) < len(message.body):
-            return NotPublished("too_large", f"{len(message.body):,} bytes; the server takes {limit:,}")
+        if self.max_body_bytes() < len(message.body):
+            expected, fix = self._room, f"shorten it, or {RAISE_MAX_PAYLOAD}"
+            return NotPublished("too_large", f"{len(message.body):,} bytes", expected=expected, fix=fix)
         headers = dict(message.headers)
         if message.message_id is not None:
             headers["Nats-Msg-Id"] = message.message_id
@@ -73,9 +82,10 @@ class JetStreamBroker:
                 last = re.search(r"\d+$", error.description or "")
                 return NotPublished("taken", error.description, int(last[0]) if last else None)
             if error.err_code in _FULL:
-                return NotPublished("full", error.description)
+                return NotPublished("full", error.description, **FULL)
             if error.err_code in _TOO_LARGE:
-                return NotPublished("too_large", f"{len(message.body):,} bytes; {error.description}")
+                found, expected = f"{len(message.body):,} bytes; {error.description}", "at most the stream's max_message_bytes"
+                return NotPublished("too_large", found, expected=expected, fix=STREAM_TOO_SMALL)
             raise
         return Published(answer.seq, bool(answer.duplicate))
 
@@ -123,6 +133,12 @@ class JetStreamBroker:
     def max_body_bytes(self) -> int:
         """What the server takes, less room for headers: it counts them, and closes the connection of who sends more."""
         return self._connection.client.max_payload - HEADER_BYTES
+
+    @property
+    def _room(self) -> str:
+        """The largest body, in words."""
+        payload = self._connection.client.max_payload
+        return f"at most {self.max_body_bytes():,} bytes: the server's max_payload of {payload:,} less {HEADER_BYTES:,} for headers"
 
     def read(self, part: Part, sequences: Sequence[int]) -> list[bytes | None]:
         found = self._for_each(lambda sequence: self._message(part, seq=sequence), sequences, f"read {part}")
@@ -209,6 +225,10 @@ class JetStreamBroker:
 
     def put(self, bucket: Bucket, key: str, value: bytes, *, revision: int | None = None) -> int | None:
         from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+
+        if len(value) > self.max_body_bytes():
+            found = f"{len(value):,} bytes"
+            raise BrokerError(f"'{key}' is too large for the server", expected=self._room, found=found, fix=RAISE_MAX_PAYLOAD)
 
         async def write() -> int | None:
             opened = await self._bucket(bucket)

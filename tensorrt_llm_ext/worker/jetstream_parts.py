@@ -9,13 +9,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from tensorrt_llm_ext.errors import BrokerError
 from tensorrt_llm_ext.worker.wanted import LANES, Lane, StreamSettings, Wanted
 
 HEADER_BYTES = 4096
 """Room for a message's headers, beside its body."""
 
+MIN_BODY_BYTES = 1024
+"""Room for a short work item (some 340 bytes), a refusal or a reference: where there is less, no item has an answer."""
+
+RAISE_MAX_PAYLOAD = "raise max_payload in the server's configuration"
+"""What to do about a message that is larger than its server takes."""
+
 _DUPLICATES_S = 600.0  # how long the broker knows an answer's message id; the store knows it for ever
 _MAX_UNACKNOWLEDGED = 65536  # of a consumer; what a worker holds is bounded by its tokens
+
+
+def check_max_payload(max_payload: int) -> None:
+    """Raise BrokerError for a server whose largest message, in bytes, is too small for a short work item and its answer."""
+    least = HEADER_BYTES + MIN_BODY_BYTES
+    if max_payload < least:
+        raise BrokerError(
+            "the server's largest message is too small for work items and answers",
+            expected=f"a max_payload of at least {least:,} bytes",
+            found=f"{max_payload:,} bytes",
+            fix=f"{RAISE_MAX_PAYLOAD}; a NATS server's default is 1 MiB",
+        )
 
 
 async def create_parts(js: Any, stream: str, wanted: Wanted) -> None:

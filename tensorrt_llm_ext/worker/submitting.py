@@ -176,13 +176,8 @@ def _conflict(request_id: str) -> Refusal:
 
 
 def _not_taken(outcome: NotPublished) -> Refusal:
-    return Refusal(
-        outcome.code,
-        "the broker did not take the work item",
-        expected="a message within the stream's bounds",
-        found=outcome.found,
-        fix="shorten it, or make a stream with larger bounds",
-    )
+    what = "the broker did not take the work item"
+    return Refusal(outcome.code, what, expected=outcome.expected, found=outcome.found, fix=outcome.fix)
 
 
 def _flat(value: dict, prefix: str = "") -> dict[str, object]:

@@ -167,6 +167,7 @@ def test_nothing_that_was_taken_is_dropped_for_what_finds_no_room(broker, engine
 def test_a_message_beyond_the_size_limit_is_not_taken(made):
     (outcome,) = made.publish([result_message(body=b"x" * (QUICK.max_message_bytes + 5000))])
     assert outcome.code == "too_large" and f"{QUICK.max_message_bytes + 5000:,}" in outcome.found
+    assert "the stream's max_message_bytes" in outcome.expected and "max_message_bytes" in outcome.fix
 
 
 def test_a_lease_is_taken_once_renewed_by_its_revision_and_ends_by_itself(made):

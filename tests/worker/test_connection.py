@@ -53,6 +53,35 @@ def test_an_access_that_cannot_be_is_refused_and_no_secret_is_said(options, what
     assert SECRET not in str(caught.value)
 
 
+@pytest.fixture
+def server_of(server_with, tmp_path):
+    """Start a server whose messages are at most so large."""
+
+    def start(max_payload):
+        (tmp_path / "nats.conf").write_text(f"max_payload: {max_payload}\n")
+        return server_with("-c", str(tmp_path / "nats.conf"))
+
+    return start
+
+
+def test_a_server_whose_messages_are_too_small_for_any_item_is_refused_at_the_door(server_of):
+    with pytest.raises(BrokerError, match="largest message is too small") as caught:
+        JetStreamBroker.open(Access(server_of(4200).url), "s", name="test")
+    assert (caught.value.expected, caught.value.found) == ("a max_payload of at least 5,120 bytes", "4,200 bytes")
+    assert caught.value.fix.startswith("raise max_payload")
+
+
+def test_the_smallest_messages_that_are_let_in_carry_short_items_and_no_contract_too_large_for_them(server_of, wanted):
+    with JetStreamBroker.open(Access(server_of(5120).url), "s", name="test") as broker:
+        broker.create(wanted)
+        outcomes = broker.publish(work_messages(wanted, items(3)))
+        assert all(isinstance(outcome, Published) for outcome in outcomes)
+        with pytest.raises(BrokerError, match="'wanted' is too large for the server") as caught:
+            make_stream(broker, wanted)
+    assert caught.value.expected.startswith("at most 1,024 bytes: the server's max_payload of 5,120")
+    assert caught.value.found == f"{len(wanted.to_json()):,} bytes" and caught.value.fix.startswith("raise max_payload")
+
+
 def test_a_certificate_that_is_none_is_an_error():
     with pytest.raises(InputError, match="a TLS file cannot be read"):
         Access("tls://host:4222", tls_ca=__file__).options()

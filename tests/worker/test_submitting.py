@@ -11,7 +11,18 @@ from toy_streams import LIMITS, QUICK, items, wanted_of
 
 from tensorrt_llm_ext.errors import BrokerError, InputError, Refusal, TapError
 from tensorrt_llm_ext.inputs import AcceptedRow, RefusedRow
-from tensorrt_llm_ext.worker import InProcessBroker, StoreSettings, StoreWriter, Worker, WorkerSettings, make_stream, status_of, submit
+from tensorrt_llm_ext.worker import (
+    Access,
+    InProcessBroker,
+    JetStreamBroker,
+    StoreSettings,
+    StoreWriter,
+    Worker,
+    WorkerSettings,
+    make_stream,
+    status_of,
+    submit,
+)
 
 BAD = RefusedRow(3, None, 4, "bad", Refusal("too_long", "long", expected="8", found="9", fix="cut"))
 
@@ -69,6 +80,18 @@ def test_an_item_larger_than_a_message_is_refused(engine):
     make_stream(broker, wanted)
     report = submit(rows_of([work_item("a" * 400, [1])]), broker, wanted)
     assert report.refused == {"too_large": 1} and report.submitted == 0
+
+
+def test_an_item_larger_than_the_server_takes_is_refused_with_the_server_s_bound(nats_server, engine):
+    wanted, told = wanted_of(engine, dataclasses.replace(QUICK, max_message_bytes=2 << 20)), []
+    with JetStreamBroker.open(Access(nats_server.url), "larger", name="test") as broker:
+        make_stream(broker, wanted)
+        rows = rows_of([work_item("a", [1] * 600_000), work_item("b", [1])])
+        report = submit(rows, broker, wanted, on_refused=lambda *row: told.append(row))
+    ((_, request_id, refusal),) = told
+    assert (report.submitted, request_id, refusal.code) == (1, "a", "too_large") and refusal.found.endswith(" bytes")
+    assert refusal.expected == "at most 1,044,480 bytes: the server's max_payload of 1,048,576 less 4,096 for headers"
+    assert "raise max_payload" in refusal.fix and "stream" not in refusal.fix
 
 
 def test_a_stream_that_asks_for_something_else_is_an_error_with_the_differences(broker, wanted):
