@@ -24,6 +24,8 @@ from tensorrt_llm_ext.taps import Tap
 
 Fact = str | int | list[str]
 
+_UNFINISHED = "no: go on with run --resume"
+
 
 @dataclass(frozen=True)
 class Description:
@@ -107,6 +109,7 @@ def of_record(path: Path) -> Description:
 def of_dataset(path: Path) -> Description:
     """Describe a dataset of vectors by its header; another Lance dataset is unknown."""
     from tensorrt_llm_ext.store import open_vectors
+    from tensorrt_llm_ext.store.manifest import read_manifest
 
     try:
         vectors = open_vectors(path)
@@ -120,6 +123,7 @@ def of_dataset(path: Path) -> Description:
             + (f", computed in {column.computed_dtype}" if column.computed_dtype != column.stored_dtype else "")
             for name, column in vectors.columns.items()
         ],
+        "finished": _UNFINISHED if read_manifest(Path(vectors.dataset.uri)) is None else "yes",
         "size": decimal(sum(file.stat().st_size for file in Path(vectors.dataset.uri).rglob("*") if file.is_file())),
         **_origin_facts(origin),
     }
@@ -145,7 +149,7 @@ def of_states(path: Path) -> Description:
         ],
         "loss_mask": f"{header.job['policy']['loss_mask']}",
         "shards": f"{len(parts)}, {decimal(sum(part.shard.num_bytes for part in parts))}",
-        "finished": "yes" if read_manifest(folder) is not None else "no: go on with run --resume",
+        "finished": _UNFINISHED if read_manifest(folder) is None else "yes",
         "part_of_a_run": f"{part['index']}/{part['count']}" if part else "the whole",
         **_origin_facts(origin),
     }

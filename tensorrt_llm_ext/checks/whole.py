@@ -1,8 +1,9 @@
 """check: whether a dataset is still what was written: every file hashed again, every row of the input accounted for.
 
 Of states: size and hash of every shard and of every part of the index, the manifest, that the sequences of a shard lie back
-to back and fill it, and the hash of every sequence's tokens and rows. Of vectors: the hash of every row. Of both: that no
-row or request id is there twice, and that every row of the input is stored, refused or failed.
+to back and fill it, and the hash of every sequence's tokens and rows. Of vectors: the hash of every row, and their number.
+Of both: that the run has ended, that no row or request id is there twice, and that every row of the input is stored, refused
+or failed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Damage:
     found: str
 
 
+_UNFINISHED = Damage(MANIFEST_NAME, "the manifest of a finished dataset", "none: the run has not ended; go on with --resume")
+
+
 @dataclass(frozen=True)
 class Wholeness:
     """What a check looked at, and what it found."""
@@ -58,7 +62,7 @@ def _check_states(folder: Path) -> Wholeness:
         return Wholeness(folder, 0, 0, (_damage(error),))
     manifest = read_manifest(folder)
     if manifest is None:
-        damages.append(Damage(MANIFEST_NAME, "the manifest of a finished dataset", "none: the run has not ended"))
+        damages.append(_UNFINISHED)
     elif manifest != (right := json.loads(json.dumps(manifest_of(header, parts)))):
         damages += _different(manifest, right)
     rows: list[tuple[int, str]] = []
@@ -86,13 +90,23 @@ def _check_vectors(path: Path) -> Wholeness:
     try:
         table = vectors.dataset.to_table(columns=["row", "request_id", "window_end"])
         rows = list(zip(table["row"].to_pylist(), table["request_id"].to_pylist(), strict=True))
-        settled = max(table["window_end"].to_pylist(), default=0)
+        manifest = read_manifest(Path(vectors.dataset.uri))
+        damages += _wrong_manifest(manifest, len(rows))
+        settled = max([*table["window_end"].to_pylist(), (manifest or {}).get("settled_rows", 0)])
         out = path.parent if path.name == VECTORS_NAME else path
         damages += _unaccounted(out, rows, settled, is_part="sharding" in vectors.header.job)
     except (OSError, ValueError) as error:  # Lance's and Arrow's errors are one or the other
         damages.append(Damage(VECTORS_NAME, "columns that can be read", str(error)))
     num_bytes = sum(file.stat().st_size for file in Path(vectors.dataset.uri).rglob("*") if file.is_file())
     return Wholeness(Path(vectors.dataset.uri), num_records, num_bytes, tuple(damages))
+
+
+def _wrong_manifest(manifest: dict | None, num_rows: int) -> Iterator[Damage]:
+    """Where the manifest of vectors and the rows disagree."""
+    if manifest is None:
+        yield _UNFINISHED
+    elif (right := manifest.get("num_rows")) != num_rows:
+        yield Damage(f"{MANIFEST_NAME}, num_rows", str(right), str(num_rows))
 
 
 def _different(manifest: dict, right: dict) -> Iterator[Damage]:

@@ -41,8 +41,8 @@ def command(
     `run` writes them. Why a work item has no row is in OUT/part-N.refused.jsonl.
 
     One writer a partition, held by a lease: others stand by and take over when it ends. Each record is held against its
-    work item; one that is stored already is dropped; a result is acknowledged after its commit. Datasets of states are
-    finished, for `check` and `export`, once their writer has ended. Events go to standard error, one JSON object a line.
+    work item; one that is stored already is dropped; a result is acknowledged after its commit. A dataset is
+    finished, for `check` and `export`, once its writer has ended. Events go to standard error, one JSON object a line.
 
     Exit codes: 0 it was asked to stop, or was idle; 1 an error ended it; 2 wrong usage or bad input.
     """

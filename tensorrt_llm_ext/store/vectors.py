@@ -1,6 +1,7 @@
 """VectorStore: a Lance dataset of vectors, one row a request, in the order of the input; one commit is a whole window.
 
-The output folder holds ``vectors.lance`` (the dataset) and what the job writes beside it. A commit writes one data file,
+The output folder holds ``vectors.lance`` (the dataset, with ``manifest.json`` in it once the input has ended: how many
+rows there are, and how many of the input are settled) and what the job writes beside it. A commit writes one data file,
 then makes it visible by Lance's own transaction: a reader sees a commit whole or not at all, and a run that dies at any
 moment leaves the last commit. Files of a commit that did not happen are removed, at once or when the dataset is next
 opened for writing.
@@ -25,6 +26,7 @@ from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
 from tensorrt_llm_ext.store.folder import VECTORS_NAME, FolderLock, created, listing, locked, synced
 from tensorrt_llm_ext.store.header import Column, Header, check_same, read_header
 from tensorrt_llm_ext.store.lineage import check_lineages
+from tensorrt_llm_ext.store.manifest import MANIFEST_NAME, write_json
 
 _KEPT_VERSIONS_AGE = timedelta(minutes=10)  # for readers that are just opening one
 _COMMITS_PER_SWEEP = 64
@@ -122,6 +124,7 @@ class VectorStore:
             return 0
         try:
             with disk_errors(self.path):
+                self._unseal()
                 fragments = write_fragments(self._table(pending, window_end), self._dataset, schema=self._schema)
                 self._sync(self.path / "data" / file.path for part in fragments for file in part.files)
                 append = lance.LanceOperation.Append(fragments)
@@ -143,7 +146,16 @@ class VectorStore:
         """Nothing: a commit of vectors is on the disk when it returns."""
 
     def seal(self) -> None:
-        """Nothing: a dataset of vectors is whole after every commit."""
+        """Write manifest.json: the input has ended, and every row of it is settled. Raises StoreError."""
+        manifest = {"num_rows": self.num_rows, "settled_rows": max(self.settled_end, self.settled_rows)}
+        with disk_errors(self.path):
+            write_json(self.path / MANIFEST_NAME, manifest)
+
+    def _unseal(self) -> None:
+        """A dataset that grows is not finished any more."""
+        if (self.path / MANIFEST_NAME).exists():
+            (self.path / MANIFEST_NAME).unlink()
+            synced(self.path)
 
     def expected_bytes(self, num_rows: int, num_tokens: int) -> float:
         """Bytes that so many rows take: as those stored so far, or before the first commit by their values and identity."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import lance
@@ -134,13 +135,51 @@ def test_vectors_too(tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "out", copy)
     lance.dataset(str(copy / "vectors.lance")).delete("row = 3")
-    assert [damage.place for damage in check_dataset(copy).damages] == ["the input's rows"]
+    assert [damage.place for damage in check_dataset(copy).damages] == ["manifest.json, num_rows", "the input's rows"]
     stored = lance.dataset(str(tmp_path / "out" / "vectors.lance")).to_table()["final_post_last"][0].values.to_numpy().tobytes()
     (file,) = (path for path in (tmp_path / "out" / "vectors.lance" / "data").iterdir() if stored in path.read_bytes())
     content = bytearray(file.read_bytes())
     content[content.find(stored) + 4] ^= 1
     file.write_bytes(content)
     assert check_dataset(tmp_path / "out").damages
+
+
+@pytest.fixture(scope="module")
+def vectors_engine(tmp_path_factory):
+    return write_engine(tmp_path_factory.mktemp("vectors"), Toy(taps=(LAST,), limits=LIMITS))
+
+
+@pytest.mark.parametrize("stop_at", [0, 20])
+def test_vectors_of_a_run_that_was_interrupted_are_not_whole_until_it_is_resumed(vectors_engine, tmp_path, stop_at):
+    prompts, out, stop = write_input(tmp_path / "prompts.jsonl"), tmp_path / "out", threading.Event()
+
+    if not stop_at:
+        stop.set()
+    report = run(vectors_engine, prompts, out, stop=stop, progress=lambda now: now.num_rows >= stop_at and stop.set())
+    assert report.is_interrupted
+    whole = check_dataset(out)
+    assert (whole.num_rows > 0) == (stop_at > 0)
+    assert [(damage.place, damage.found.partition(":")[0]) for damage in whole.damages] == [("manifest.json", "none")]
+    assert "go on with run --resume" in CliRunner().invoke(main, ["show", str(out)]).stdout
+    run(vectors_engine, prompts, out, resume=True)
+    assert check_dataset(out).damages == () and check_dataset(out).num_rows == 46
+
+
+def test_vectors_that_grow_after_they_were_finished_are_unfinished_again_until_their_run_ends(vectors_engine, tmp_path):
+    prompts, out = write_input(tmp_path / "prompts.jsonl"), tmp_path / "out"
+    run(vectors_engine, prompts, out, limit=10)
+    assert check_dataset(out).damages == ()
+    stop = threading.Event()
+    run(vectors_engine, prompts, out, resume=True, stop=stop, progress=lambda now: now.num_rows >= 30 and stop.set())
+    assert [damage.place for damage in check_dataset(out).damages] == ["manifest.json"]
+
+
+def test_a_lost_tail_of_vectors_is_found(vectors_engine, tmp_path):
+    run(vectors_engine, write_input(tmp_path / "prompts.jsonl"), tmp_path / "out")
+    vectors = lance.dataset(str(tmp_path / "out" / "vectors.lance"))
+    vectors.delete(f"window_end = {max(vectors.to_table()['window_end'].to_pylist())}")
+    places = [damage.place for damage in check_dataset(tmp_path / "out").damages]
+    assert places == ["manifest.json, num_rows", "the input's rows"]
 
 
 def test_what_is_no_dataset_is_said(tmp_path):
