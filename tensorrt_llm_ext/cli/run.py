@@ -64,7 +64,8 @@ def command(engine: Path, out: Path, fail_on_refused: bool, as_json: bool, **opt
 
     A row that cannot be served is refused with a reason in OUT/refused.jsonl; one that ran without a result that can be
     trusted is in OUT/failed.jsonl. Neither stops the run or renumbers others: stored + already stored + refused + failed
-    = read. Ctrl-C keeps every window that a canary has proven; --resume goes on from there, to the same bytes.
+    = read. Ctrl-C keeps every window that a canary has proven and nothing of the one at hand; --resume goes on from there,
+    to the same bytes. A window is a few thousand rows at most: an input that is shorter begins again.
 
     Exit codes: 0 every row is stored or refused; 1 rows failed or are missing, or the run was stopped by an error; 2
     wrong usage or bad input; 3 rows were refused and --fail-on-refused was given; 130 interrupted.
