@@ -6,7 +6,7 @@ can be trusted. Its lines reach the disk before the commit that settles their wi
 what became of a run that stopped, and the next run, which repeats those rows, drops them.
 
 One JSON object a line, in the order of the rows: ``row`` (from 0), ``line`` (from 1, for text files), ``request_id``,
-``code``, and the reason.
+``code``, and the reason; where rows have a loss mask, a failed one's too, text of a 0 or 1 for each token.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class FailedLedger:
                     "code": code,
                     "reason": reason,
                 }
+                if row.item.loss_mask is not None:
+                    described["loss_mask"] = "".join(map(str, row.item.loss_mask.tolist()))
                 self._file.write(json.dumps(described) + "\n")
             _sync(self._file)
 

@@ -52,8 +52,7 @@ def divided(rows: Iterator[_Row], end: int) -> tuple[Iterator[_Row], Iterator[_R
 def settled_stretches(
     rows: Iterable[AcceptedRow | RefusedRow], stored: Iterator[tuple[int, str, str, bytes | None]], failed: Iterator[dict]
 ) -> Iterator[SettledStretch]:
-    """Hold each row against the dataset, which has row number, request id, token hash and loss mask, and against
-    failed.jsonl, which has no mask.
+    """Hold each row against the dataset and against failed.jsonl: both have row number, request id, token hash and loss mask.
 
     All three are in row order and are read once, side by side. Raises ForeignDataset at the first row that is not what
     it was: another input, or the same id with other tokens or another mask.
@@ -71,7 +70,8 @@ def settled_stretches(
             stretch.num_stored += 1
             stretch.num_tokens += len(row.item.token_ids) if isinstance(row, AcceptedRow) else 0
         elif next_failed is not None and next_failed["row"] == row.number:
-            known = next_failed["request_id"], next_failed["token_hash"], _mask_of(row)
+            mask = next_failed.get("loss_mask")
+            known = next_failed["request_id"], next_failed["token_hash"], None if mask is None else bytes(map(int, mask))
             stretch.failed[next_failed["code"]] += 1
             next_failed = next(failed, None)
         if known != _identity(row):
@@ -95,13 +95,13 @@ def _mask_of(row: _Row) -> bytes | None:
 def _other_row(row: _Row, known: _Identity | None) -> ForeignDataset:
     identity = _identity(row)
     is_mask = known is not None and identity is not None and known[:2] == identity[:2]  # all else is the same
-    pairs = zip(known[2], identity[2], strict=False) if is_mask else ()
+    pairs = zip(known[2] or (), identity[2] or (), strict=False) if is_mask else ()
     first = next((token for token, (theirs, ours) in enumerate(pairs) if theirs != ours), 0)
 
     def described(identity: _Identity | None) -> str:
         if identity is None:
             return "a refused row"
-        mask = f" and, from its token {first} on, loss mask {''.join(map(str, identity[2][first : first + 64]))}" if is_mask else ""
+        mask = f" and, from its token {first} on, loss mask {_shown(identity[2], first)}" if is_mask else ""
         return f"request '{identity[0]}' with tokens {identity[1]}{mask}"
 
     found = described(identity) + (f" ({row.refusal.code})" if isinstance(row, RefusedRow) else "")
@@ -111,6 +111,10 @@ def _other_row(row: _Row, known: _Identity | None) -> ForeignDataset:
         found=found,
         fix="resume with the input that began it (and the failed.jsonl beside the dataset), or write to another folder",
     )
+
+
+def _shown(mask: bytes | None, first: int) -> str:
+    return "none" if mask is None else "".join(map(str, mask[first : first + 64]))
 
 
 def check_not_shorter(stretches: Iterator[SettledStretch], num_rows: int) -> Iterator[SettledStretch]:

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from killed_runs import killed
-from toy_engines import ALL, LAST, Toy, reference, write_engine
+from toy_engines import ALL, LAST, NAN_TOKEN, Toy, reference, write_engine
 from toy_jobs import BAD_ROWS, LIMITS, NAN_ROW, contents_of, ledger_of, rows_of_states, run, write_input
 from wrapped_sessions import Wrapped
 
@@ -153,6 +153,28 @@ def test_a_loss_mask_that_changed_is_noticed_when_its_run_goes_on(engine, tmp_pa
     write()
     assert run(engine, prompts, out, resume=True, **options).already_stored == 20
     check_rows(prompts, out, range(40))
+
+
+@pytest.mark.parametrize("was", ["another", "none"])
+def test_a_changed_loss_mask_of_a_row_that_failed_is_noticed_too(engine, tmp_path, was):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    rows = [{"id": f"r{row}", "ids": [row, NAN_TOKEN if row == 3 else 1], "mask": [0, 1]} for row in range(20)]
+    options = {"fields": Fields(ids="ids", request_id="id", loss_mask="mask"), "loss_mask": "field"}
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(engine, prompts, out, **options).failed == {"not_finite": 1}
+    report = run(engine, prompts, out, resume=True, **options)
+    assert (report.already_stored, report.failed) == (19, {"not_finite": 1})
+    if was == "another":
+        rows[3]["mask"] = [0, 0]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        (line,) = ledger_of(out / "failed.jsonl")
+        del line["loss_mask"]
+        (out / "failed.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ForeignDataset, match="row 3 of the input is not the row") as caught:
+        run(engine, prompts, out, resume=True, **options)
+    expected, found = {"another": ("from its token 1 on, loss mask 1", "loss mask 0"), "none": ("loss mask none", "loss mask 01")}[was]
+    assert caught.value.expected.endswith(expected) and caught.value.found.endswith(found)
 
 
 @pytest.mark.parametrize("step, number", [("write_shard", 0), ("write_shard", 2), ("write_part", 1), ("publish_part", 1)])
