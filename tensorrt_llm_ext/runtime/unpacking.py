@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +19,7 @@ from tensorrt_llm_ext.results.record import (
     rows_hash,
 )
 from tensorrt_llm_ext.results.records import Records, States
+from tensorrt_llm_ext.results.side_by_side import side_by_side
 from tensorrt_llm_ext.runtime.pipeline import Returned
 
 
@@ -36,8 +34,8 @@ def records(
     has_all_rows = any(tap.rows == "all" for tap in contract.taps)
     if has_all_rows or (states := _states(items, batch, contract)) is None:
         one_by_one = zip(items, unpack(batch, contract), strict=True)
-        threads = _record_threads() if has_all_rows else None
-        return list((threads.map if threads else map)(lambda one: record(one[0], *one[1], contract, origin), one_by_one))
+        each = side_by_side if has_all_rows else map
+        return list(each(lambda one: record(one[0], *one[1], contract, origin), one_by_one))
     return Records(
         [item.request_id for item in items],
         [item.work_item_id for item in items],
@@ -47,19 +45,6 @@ def records(
         states,
         origin,
     )
-
-
-@lru_cache(maxsize=1)
-def _record_threads() -> ThreadPoolExecutor | None:
-    """Threads that copy, check and hash rows, which frees the GIL: one core makes 1.5 GB/s of records, a card more of rows.
-
-    None where there are so few cores that a CPU engine needs them all.
-    """
-    num_threads = len(os.sched_getaffinity(0)) // 4
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="record") if num_threads > 1 else None
-
-
-os.register_at_fork(after_in_child=_record_threads.cache_clear)  # threads stay behind: a child would wait for them for ever
 
 
 def _states(items: Sequence[WorkItem], batch: Returned, contract: Contract) -> tuple[States, ...] | None:

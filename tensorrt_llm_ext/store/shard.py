@@ -78,18 +78,19 @@ class ShardBuffer:
     def has_room(self, num_rows: int) -> bool:
         return self.num_rows + num_rows <= self.capacity
 
-    def append(self, row: int, item: WorkItem, record: Record) -> None:
-        """Copy a record's rows behind those that are there; there must be room for them."""
+    def place(self, row: int, item: WorkItem, record: Record) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Give a record's rows a place behind those that are there, where there must be room: what is to be copied, to what
+        from what."""
         first, end = self.num_rows, self.num_rows + record.num_tokens
         values = [state.rows for state in record.states] + [item.token_ids, item.loss_mask]
-        for array, rows in zip(self._arrays.values(), values, strict=True):
-            array[first:end] = rows
+        copies = [(array[first:end], rows) for array, rows in zip(self._arrays.values(), values, strict=True)]
         hashes = tuple(state.payload_hash for state in record.states)
         sequence = StoredSequence(
             item.request_id, item.work_item_id, row, item.token_hash, item.truncated_from, first, end - first, hashes
         )
         self.sequences.append(sequence)
         self.num_rows = end
+        return copies
 
     def load(self, path: Path, sequences: Sequence[StoredSequence]) -> None:
         """Take the first sequences of a shard that was written, to go on behind them."""
@@ -164,7 +165,7 @@ def hash_of_file(path: Path) -> str:
     return f"xxh3-128:{digest.hexdigest()}"
 
 
-def _pieces(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Iterator[memoryview]:
+def _pieces(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Iterator[np.ndarray]:
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, array in tensors.items():
@@ -172,27 +173,30 @@ def _pieces(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Iterato
         header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
+    yield np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     for array in tensors.values():
-        values = memoryview(array.reshape(-1).view(np.uint8))
+        values = array.reshape(-1).view(np.uint8)
         for start in range(0, len(values), _BLOCK_BYTES):
             yield values[start : start + _BLOCK_BYTES]
 
 
-def _blocks(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in blocks of ``_BLOCK_BYTES``, the last one shorter; a block holds until the one after the next is made."""
-    buffers = cycle(mmap.mmap(-1, _BLOCK_BYTES) for _ in range(2))
-    block, filled = memoryview(next(buffers)), 0
+def _blocks(pieces: Iterator[np.ndarray]) -> Iterator[memoryview]:
+    """The same bytes in blocks of ``_BLOCK_BYTES``, the last one shorter; a block holds until the one after the next is made.
+
+    They are copied by NumPy, which frees the GIL.
+    """
+    buffers = cycle([np.frombuffer(mmap.mmap(-1, _BLOCK_BYTES), np.uint8) for _ in range(2)])
+    block, filled = next(buffers), 0
     for piece in pieces:
-        while piece:
+        while len(piece):
             taken = min(len(piece), len(block) - filled)
             block[filled : filled + taken] = piece[:taken]
             filled, piece = filled + taken, piece[taken:]
             if filled == len(block):
-                yield block
-                block, filled = memoryview(next(buffers)), 0
+                yield memoryview(block)
+                block, filled = next(buffers), 0
     if filled:
-        yield block[:filled]
+        yield memoryview(block)[:filled]
 
 
 def _open_for_writing(path: Path) -> int:
@@ -206,7 +210,7 @@ def _open_for_writing(path: Path) -> int:
         return os.open(path, flags, 0o644)
 
 
-def _write(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
+def _write(descriptor: int, block: np.ndarray, num_bytes: int) -> None:
     """Write the first ``num_bytes``, and what follows them up to a disk's sector: direct writes take whole ones."""
     rest = memoryview(block)[: -(-num_bytes // _SECTOR_BYTES) * _SECTOR_BYTES]
     while rest:

@@ -14,11 +14,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.results.record import Record, WorkItem
+from tensorrt_llm_ext.results.side_by_side import side_by_side
 from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
 from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, FolderLock, created, locked, synced
 from tensorrt_llm_ext.store.header import FORMAT_VERSION, FORMATS, Header, check_same, identity_of
@@ -148,23 +152,25 @@ class StatesStore:
     def append(self, row: int, item: WorkItem, record: Record) -> None:
         """Take the record of input row ``row`` for the next commit. Raises LineageError, and then takes nothing; the
         StoreError of an earlier shard that could not be written."""
-        check_lineage(record, item, self.header)
-        if item.loss_mask is None or len(item.loss_mask) != len(item.token_ids):
-            raise LineageError(
-                f"the work item of request '{item.request_id}' has no loss mask for its tokens",
-                expected=f"{len(item.token_ids)} values",
-                found="none" if item.loss_mask is None else f"{len(item.loss_mask)} values",
-                fix="make work items with a token policy that says where the loss mask comes from",
-            )
-        self._raise_error()
-        if not self._open.has_room(record.num_tokens):
-            self._close_shard()
-        self._open.append(row, item, record)
+        self.extend([row], [item], [record])
 
     def extend(self, rows: Sequence[int], items: Sequence[WorkItem], records: Sequence[Record]) -> None:
-        """Take many records as ``append`` takes one, up to the first that it refuses."""
-        for row, item, record in zip(rows, items, records, strict=True):
-            self.append(row, item, record)
+        """Take many records as ``append`` takes one, up to the first that it refuses; checked and copied side by side."""
+        refusals = side_by_side(partial(_refusal, header=self.header), records, items)
+        self._raise_error()
+        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        refusal = None
+        for row, item, record, refusal in zip(rows, items, records, refusals, strict=True):
+            if refusal is not None:
+                break
+            if not self._open.has_room(record.num_tokens):
+                _copy(copies)
+                self._close_shard()
+                copies = []
+            copies += self._open.place(row, item, record)
+        _copy(copies)
+        if refusal is not None:
+            raise refusal
 
     def commit(self, window_end: int) -> None:
         """Say that every appended record is right; input rows before ``window_end`` are settled once it is published.
@@ -323,3 +329,23 @@ class StatesStore:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _refusal(record: Record, item: WorkItem, header: Header) -> LineageError | None:
+    """Why a record may not be taken, if it may not."""
+    try:
+        check_lineage(record, item, header)
+    except LineageError as error:
+        return error
+    if item.loss_mask is not None and len(item.loss_mask) == len(item.token_ids):
+        return None
+    return LineageError(
+        f"the work item of request '{item.request_id}' has no loss mask for its tokens",
+        expected=f"{len(item.token_ids)} values",
+        found="none" if item.loss_mask is None else f"{len(item.loss_mask)} values",
+        fix="make work items with a token policy that says where the loss mask comes from",
+    )
+
+
+def _copy(copies: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    side_by_side(lambda copy: np.copyto(*copy, casting="unsafe"), copies)  # into the type that is stored

@@ -1,7 +1,5 @@
 """A request's rows become a record of its own, or a failure that says why not."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import lru_cache
 
@@ -9,8 +7,8 @@ import numpy as np
 import pytest
 from toy_engines import ALL, HIDDEN_SIZE, LAST, MEAN, Toy, toy_contract, work_item
 
+from tensorrt_llm_ext.results import side_by_side
 from tensorrt_llm_ext.results.record import Failure, Record, Tokenisation, origin_from_contract
-from tensorrt_llm_ext.runtime import unpacking
 from tensorrt_llm_ext.runtime.pipeline import Returned
 from tensorrt_llm_ext.runtime.unpacking import record, records, unpack
 
@@ -59,8 +57,8 @@ def as_text(answers):
 @pytest.mark.parametrize("fault", ["none", "not finite", "another token", "another hash"])
 @pytest.mark.parametrize("num_cores", [2, 16])
 def test_a_batch_answers_as_its_requests_do_one_by_one(taps, fault, num_cores, monkeypatch):
-    monkeypatch.setattr(unpacking, "_record_threads", lru_cache(unpacking._record_threads.__wrapped__))
-    monkeypatch.setattr(unpacking.os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    monkeypatch.setattr(side_by_side, "_threads", lru_cache(side_by_side._threads.__wrapped__))
+    monkeypatch.setattr(side_by_side.os, "sched_getaffinity", lambda process: set(range(num_cores)))
     contract = toy_contract(Toy(taps=taps))
     batch, items = a_batch(contract), list(ITEMS)
     if fault == "not finite":
@@ -75,24 +73,8 @@ def test_a_batch_answers_as_its_requests_do_one_by_one(taps, fault, num_cores, m
         for item, (ran, rows) in zip(items, unpack(batch, contract), strict=True)
     ]
     assert as_text(answers) == as_text(expected) and len(answers) == 4
-    assert unpacking._record_threads.cache_info().currsize == (ALL in taps)
+    assert side_by_side._threads.cache_info().currsize == (ALL in taps)
     assert sum(isinstance(answer, Failure) for answer in answers) == (fault != "none")
     for answer in answers:
         for state in answer.states if isinstance(answer, Record) else ():
             assert not state.rows.flags.writeable and not np.shares_memory(state.rows, batch.outputs[contract.output_of(state.tap).name])
-
-
-FORKED = """
-import os, signal
-from tensorrt_llm_ext.runtime import unpacking
-os.sched_getaffinity = lambda process: set(range(16))
-assert list(unpacking._record_threads().map(abs, [-1])) == [1]
-if not (child := os.fork()):
-    signal.alarm(10)
-    os._exit(list(unpacking._record_threads().map(abs, [-1])) != [1])
-raise SystemExit(os.waitpid(child, 0)[1])
-"""
-
-
-def test_a_forked_process_has_threads_of_its_own():
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=60).returncode == 0

@@ -3,6 +3,7 @@
 import json
 import resource
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ import xxhash
 from store_answers import SHARD_ROWS, make_answer, make_header, make_states_header
 
 from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, LineageError, StoreError, TapError
+from tensorrt_llm_ext.results import side_by_side
 from tensorrt_llm_ext.store import SHARD_BYTES, StatesStore, VectorStore, states
 
 NUM_TOKENS = [1 + row * 7 % 6 for row in range(200)]
@@ -208,6 +210,27 @@ def test_a_record_that_is_not_its_work_item_s_is_not_taken(tmp_path, header):
         store.commit(4)
         store.flush()
         assert store.num_rows == 0
+
+
+@pytest.mark.parametrize("num_cores", [2, 16])
+@pytest.mark.parametrize("wrong", [None, 0, 41, 59])
+def test_many_are_taken_at_once_as_one_by_one_up_to_the_first_that_is_refused(tmp_path, header, num_cores, wrong, monkeypatch):
+    monkeypatch.setattr(side_by_side, "_threads", lru_cache(side_by_side._threads.__wrapped__))
+    monkeypatch.setattr(side_by_side.os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    rows = range(60)  # four shards' worth
+    items, records = zip(*(make_answer(header, row) for row in rows), strict=True)
+    with StatesStore.create(tmp_path, header) as store:
+        if wrong is None:
+            store.extend(rows, items, records)
+        else:
+            broken = [replace(record, token_hash="sha256:0") if row >= wrong else record for row, record in enumerate(records)]
+            with pytest.raises(LineageError, match=f"request '{items[wrong].request_id}'"):
+                store.extend(rows, items, broken)
+        store.extend([], [], [])
+        store.commit(60)
+        store.flush()
+    if wrong != 0:
+        check_rows(tmp_path, header, rows[:wrong])
 
 
 def test_values_that_are_not_finite_are_not_taken_in_bfloat16_either(tmp_path):
