@@ -124,7 +124,7 @@ def _batch(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Batch:
     if batch.last_token_ids is not None:
         batch.last_token_ids.copy_(sizes.cumsum(0, dtype=torch.int32))
     batch.input_ids.copy_(torch.randint(0, vocab_size, (sum(lengths),), dtype=torch.int32))
-    return batch
+    return replace(batch, longest=max(lengths))
 
 
 def _products_alone(engine: TorchEngine, name: str, a: Architecture, sizes: Sizes) -> Contender:

@@ -55,7 +55,7 @@ class Prompts:
         rows = {"all": self.num_tokens, "last": self.num_prompts, "mean": self.num_prompts}
         outputs = {tap: torch.empty(rows[tap.rows], self._architecture.hidden_size, device=DEVICE) for tap in self._taps}
         space = make_workspace(self._architecture, self.limits, dtype, DEVICE)
-        forward(operations, decoder, space, Batch(*self._inputs, outputs))
+        forward(operations, decoder, space, Batch(*self._inputs, self.longest, outputs))
         return outputs
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tensorrt_llm_ext.backends.torch.decoder import Decoder, Layer
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
-from tensorrt_llm_ext.backends.torch.loading import _linear
+from tensorrt_llm_ext.backends.torch.loading import _linear, with_attended_scale
 from tensorrt_llm_ext.backends.torch.tensors import engine_tensors
 from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Linear, Norm, Rope
 from tensorrt_llm_ext.backends.torch.workspace import make_workspace
@@ -75,18 +75,20 @@ def random_decoder(a: Architecture, *, is_fp8: bool, max_seq_len: int, seed: int
     heads = Heads(a.num_heads, a.num_kv_heads, a.head_dim)
     ones = torch.ones(max(a.hidden_size, a.head_dim), dtype=torch.bfloat16, device=device)
     norm, head_norm = Norm(ones[: a.hidden_size], a.norm_eps), ones[: a.head_dim]
-    layers = tuple(
-        Layer(
+
+    def layer() -> Layer:
+        qkv = linear(heads.fused_size, a.hidden_size)
+        return Layer(
             attention_norm=norm,
-            qkv=linear(heads.fused_size, a.hidden_size),
+            qkv=qkv,
             head_norms=HeadNorms(head_norm, head_norm, a.norm_eps) if a.has_qk_norm else None,
-            o=linear(a.hidden_size, heads.q_size, 0.3),
+            o=with_attended_scale(linear(a.hidden_size, heads.q_size, 0.3), norm, qkv, heads),
             mlp_norm=norm,
             gate_up=linear(2 * a.intermediate_size, a.hidden_size),
             down=linear(a.hidden_size, a.intermediate_size, 0.3),
         )
-        for _ in range(a.num_layers)
-    )
+
+    layers = tuple(layer() for _ in range(a.num_layers))
     rope = Rope(*(torch.from_numpy(table).to(device, torch.float16) for table in rope_tables(a, max_seq_len)))
     embedding = weight(a.vocab_size, a.hidden_size, a.hidden_size**0.5)
     return Decoder(embedding, layers, norm, heads, rope)
@@ -119,8 +121,10 @@ def contract_of(a: Architecture, *, taps: str, precision: str, limits: Limits) -
 def random_engine(
     a: Architecture, *, taps: str, precision: str, limits: Limits, is_deterministic: bool = False, decoder: Decoder | None = None
 ) -> TorchEngine:
-    """An engine of random weights, or of those of another engine's ``decoder``; not warmed up."""
+    """An engine of random weights, or of those of another engine's ``decoder``, as one that was opened."""
     with torch.inference_mode():
         decoder = decoder or random_decoder(a, is_fp8=precision == "fp8", max_seq_len=limits.max_seq_len)
         space = make_workspace(a, limits, torch.bfloat16, DEVICE, is_deterministic)
-        return TorchEngine(contract_of(a, taps=taps, precision=precision, limits=limits), decoder, space, DEVICE)
+        engine = TorchEngine(contract_of(a, taps=taps, precision=precision, limits=limits), decoder, space, DEVICE)
+        engine.warm_up()
+        return engine

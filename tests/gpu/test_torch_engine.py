@@ -1,8 +1,10 @@
 """Backend torch on a card: the same sequence gives the same bytes in any batch, and near the float32 of the plain operations."""
 
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ if not torch.cuda.is_available():
 from torch_models import architecture, contract_of, random_decoder
 
 from tensorrt_llm_ext.backends.torch import decoder as decoder_module
+from tensorrt_llm_ext.backends.torch import graphs as graphs_module
 from tensorrt_llm_ext.backends.torch import plain
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.backends.torch.workspace import make_workspace
@@ -46,13 +49,14 @@ def run(engine, sequences):
     values = {
         "input_ids": torch.cat([torch.as_tensor(s, dtype=torch.int32) for s in sequences]),
         "sequence_lengths": lengths,
+        "host_context_lengths": lengths,
         "last_token_ids": lengths.cumsum(0, dtype=torch.int32),
     }
     sizes = {"T": len(values["input_ids"]), "B": len(sequences)}
     on_card = {}
     for tensor in engine.tensors():
         if tensor.role == "input":
-            on_card[tensor.name] = values[tensor.name].cuda()
+            on_card[tensor.name] = values[tensor.name] if tensor.location == "host" else values[tensor.name].cuda()
             engine.set_shape(tensor.name, tuple(on_card[tensor.name].shape))
         else:
             shape = [sizes.get(size, size) for size in tensor.shape]
@@ -77,7 +81,7 @@ def test_every_kind_of_rows_is_near_the_plain_operations(family, precision):
     taps = "final@last,final@all,layer:2@mean,layer:1@all,final@mean,final:pre@last"
     engine = engine_of(family, precision, taps)
     found = run(engine, sequences())
-    kernels, engine._operations = engine._operations, plain
+    kernels, engine._operations, engine._graphs = engine._operations, plain, None
     expected = run(engine, sequences())
     for name, rows in found.items():
         cosines = torch.nn.functional.cosine_similarity(rows.float(), expected[name].float(), dim=-1)
@@ -95,6 +99,27 @@ def test_the_same_sequence_gives_the_same_bytes_in_any_batch(precision, is_deter
             batch = [*others[:place], sequence, *others[place:]]
             assert torch.equal(run(engine, batch)["final_post_last"][place], together[index]), (len(batch), index)
     assert torch.pdist(together).min() > 1  # different sequences differ
+
+
+@pytest.mark.parametrize("taps", ["final@last", "layer:1@all,layer:3@all,final:pre@all", "layer:2@mean,final:pre@last"])
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_every_launch_is_in_a_graph_and_gives_the_bytes_of_launches_one_by_one(precision, taps):
+    engine = engine_of(precision=precision, taps=taps)
+    graphs, generator = engine._graphs, random.Random(0)
+    for _ in range(40):
+        lengths, budget = [], generator.randint(1, LIMITS.max_num_tokens)
+        longest = generator.choice([3, 100, 128, 129, LIMITS.max_seq_len])
+        while len(lengths) < LIMITS.max_batch_size and (length := min(generator.randint(1, longest), budget)):
+            lengths.append(length)
+            budget -= length
+        batch = sequences(seed=len(lengths), lengths=lengths)
+        engine._graphs = None
+        expected = run(engine, batch)
+        engine._graphs = graphs
+        with mock.patch.object(graphs_module, "run_stretch", side_effect=AssertionError("not captured")):
+            found = run(engine, batch)
+        for name, rows in expected.items():
+            assert torch.isfinite(rows.float()).all() and torch.equal(rows, found[name]), (name, lengths)
 
 
 def test_last_rows_alone_are_those_of_the_whole_pass():
@@ -142,7 +167,7 @@ def test_a_fixed_scale_of_inputs_gives_the_plain_operations_states():
         linears = {name: replace(getattr(layer, name), input_scale=0.01) for name in ("qkv", "o", "gate_up", "down")}
         layers.append(replace(layer, **linears))  # saturates at 4.48, which inputs pass
     dynamic = run(engine, sequences())["final_post_all"]
-    engine._decoder = replace(engine._decoder, layers=tuple(layers))
+    engine._decoder, engine._graphs = replace(engine._decoder, layers=tuple(layers)), None  # graphs are of the decoder before
     found = run(engine, sequences())["final_post_all"]
     engine._operations = plain
     expected = run(engine, sequences())["final_post_all"]

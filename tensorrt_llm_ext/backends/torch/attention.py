@@ -1,9 +1,10 @@
 """Attention of packed sequences in Triton: rotation, QK-norm and causal grouped-query attention, no padding.
 
-A sequence that fits one tile is computed by ``_short``, a head a program, in two halves: the first half's queries see no
-key of the second, and a sequence of half a tile or less costs half as much. A longer one has its keys rotated in place
-beforehand, since each is read by many programs, and is computed by ``_long``, half a tile of queries a program. Which of
-the two depends on the sequence alone, and tiles begin at its first token, so a result does not depend on the batch.
+A sequence that fits one tile is computed by ``_short``, half a tile of queries of a head a program: the first half sees no
+key of the second. A longer one has its keys rotated in place beforehand, since each is read by many programs, and is
+computed by ``_long``. Which of the two depends on the sequence alone, and tiles begin at its first token, so a result does
+not depend on the batch. What is launched depends on the computed rows, on the sequences rounded up and on whether one is
+longer than a tile, so that few launches can be kept for every batch.
 
 The two halves of a query or key are kept apart: rope turns them against each other, and their dot products add.
 """
@@ -14,44 +15,47 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Rope
+from tensorrt_llm_ext.backends.torch.sizes import TILE, grid_sequences, num_tiles
+from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Rope, Rows
 
-BM = 128  # queries of a tile
 _MAX_HEADS = 16  # of a program that rotates keys
+_REGISTERS = 168  # a thread's, of ``_short``: three programs fit a multiprocessor
 _LOG2_E = 1.4426950408889634
 
 
-def layout(lengths: torch.Tensor, num_tokens: int, space: torch.Tensor) -> Layout:
-    """See ``plain.layout``. ``space`` holds the starts, then the tiles of the sequences that are longer than one."""
-    batch_size = len(lengths)
-    num_tiles = num_tokens // BM + min(batch_size, num_tokens // (BM + 1))  # at most: each ends in one that is not full
-    starts = space[:batch_size]
-    tiles = space[batch_size : batch_size + 3 * num_tiles].view(num_tiles, 3)
-    _layout[(batch_size,)](lengths, starts, tiles, batch_size, num_tiles, BM=BM, BLOCK=1024, num_warps=4)
-    return Layout(lengths, starts, num_tokens, tiles)
+def layout(lengths: torch.Tensor, longest: int, num_tokens: int, num_rows: int, places: torch.Tensor) -> Layout:
+    """See ``plain.layout``. ``places`` holds the starts, the lengths, then the tiles of the sequences that are longer than one."""
+    count = grid_sequences(len(lengths))
+    most = num_tiles(num_rows, count) if longest > TILE else 0
+    starts, own_lengths, tiles = places[: 2 * count + 3 * most].split([count, count, 3 * most])
+    _layout[(count,)](lengths, starts, own_lengths, tiles, len(lengths), most, BM=TILE, BLOCK=1024, num_warps=4)
+    return Layout(own_lengths, starts, num_tokens, tiles.view(most, 3))
 
 
 def attention(
-    qkv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, where: Layout, out: torch.Tensor
+    qkv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, where: Layout, out: Rows
 ) -> None:
     """See ``plain.attention``."""
-    half = heads.head_dim // 2
+    half, values, scales = heads.head_dim // 2, out.values, out.values if out.scales is None else out.scales
     q_norm, k_norm, eps = (rope.cos, rope.cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     tables, sizes = (rope.cos, rope.sin), (heads.num_heads, heads.num_kv_heads)
     scale = heads.head_dim**-0.5 * _LOG2_E
-    shape = dict(HALF_DIM=half, HALF=max(16, triton.next_power_of_2(half)), HAS_NORM=norms is not None, BM=BM)
-    _short[(len(where.lengths), heads.num_heads)](
-        qkv, out, where.starts, where.lengths, *tables, q_norm, k_norm, eps, scale, qkv.stride(0), out.stride(0),
-        *sizes, **shape, num_warps=4,
+    shape = dict(HALF_DIM=half, HALF=max(16, triton.next_power_of_2(half)), HAS_NORM=norms is not None, BM=TILE)
+    given = (values, scales, out.input_scale or 1.0)
+    is_fp8 = dict(IS_FP8=out.scales is not None)
+    # What is read together is run together: both halves of a head, then the heads of a sequence.
+    _short[(2 * heads.num_heads, len(where.lengths))](
+        qkv, *given, where.starts, where.lengths, *tables, q_norm, k_norm, eps, scale, qkv.stride(0), values.stride(0),
+        *sizes, **shape, **is_fp8, num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
-    if not len(where.tiles) or len(rope.cos) <= BM:
+    if not len(where.tiles):
         return  # no sequence is longer than a tile
     at_once = _largest_divisor(heads.num_kv_heads)
     _rotate_keys[(len(where.tiles), heads.num_kv_heads // at_once)](
         qkv, where.tiles, *tables, k_norm, eps, qkv.stride(0), heads.num_heads, **shape, AT_ONCE=at_once, num_warps=8
     )
     _long[(heads.num_heads, 2 * len(where.tiles))](
-        qkv, out, where.tiles, *tables, q_norm, eps, scale, qkv.stride(0), out.stride(0), *sizes, **shape,
+        qkv, *given, where.tiles, *tables, q_norm, eps, scale, qkv.stride(0), values.stride(0), *sizes, **shape, **is_fp8,
         BN=64, STAGES=3, num_warps=4,
     )  # fmt: skip
 
@@ -60,10 +64,14 @@ def _largest_divisor(num_heads: int) -> int:
     return next(count for count in range(_MAX_HEADS, 0, -1) if num_heads % count == 0)
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_tiles"])
-def _layout(lengths, starts, tiles, batch_size, num_tiles, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """Program b finds where sequence b and its tiles begin, and writes them; the last also ends the list."""
+@triton.jit(do_not_specialize=["batch_size", "most_tiles"])
+def _layout(lengths, starts, own_lengths, tiles, batch_size, most_tiles, BM: tl.constexpr, BLOCK: tl.constexpr):
+    """Program b finds where sequence b and its tiles begin, and writes them; the last sequence's also ends the list."""
     index = tl.program_id(0)
+    length = tl.load(lengths + index, mask=index < batch_size, other=0)
+    tl.store(own_lengths + index, length)
+    if index >= batch_size:
+        return
     start = 0
     first_tile = 0
     for base in range(0, index, BLOCK):
@@ -71,7 +79,6 @@ def _layout(lengths, starts, tiles, batch_size, num_tiles, BM: tl.constexpr, BLO
         before = tl.load(lengths + others, mask=others < index, other=0)
         start += tl.sum(before)
         first_tile += tl.sum(_num_tiles(before, BM))
-    length = tl.load(lengths + index)
     own_tiles = _num_tiles(length, BM)
     tl.store(starts + index, start)
     for tile in range(own_tiles):
@@ -81,7 +88,7 @@ def _layout(lengths, starts, tiles, batch_size, num_tiles, BM: tl.constexpr, BLO
         tl.store(place + 1, tile * BM)
         tl.store(place + 2, length)
     if index == batch_size - 1:
-        for tile in range(first_tile + own_tiles, num_tiles):
+        for tile in range(first_tile + own_tiles, most_tiles):
             tl.store(tiles + 3 * tile + 2, 0)
 
 
@@ -112,58 +119,72 @@ def _turned(
 
 
 @triton.jit
-def _scores(q1, q2, k1, k2, scale):
+def _scores(q1, q2, k1, k2):
     scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-    return tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
+    return tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+
+
+@triton.jit
+def _write(mixed, total, out, scales, input_scale, rows, is_row, out_stride, head, HALF_DIM: tl.constexpr,
+           HALF: tl.constexpr, IS_FP8: tl.constexpr):  # fmt: skip
+    """Write a head's rows; in FP8 by the fixed scale, cut where they lie beyond it, but NaN where they are not finite."""
+    columns = tl.arange(0, 2 * HALF)[None, :]
+    mixed = mixed * (1.0 / (total * input_scale))[:, None]
+    if IS_FP8:
+        mixed += mixed * 0.0  # an infinite value becomes NaN; the cast cuts finite ones
+        tl.store(scales + rows, tl.zeros_like(total) + input_scale, mask=is_row & (head == 0))
+    place = out + rows[:, None] * out_stride + head * 2 * HALF_DIM + columns
+    tl.store(place, mixed.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < 2 * HALF_DIM))
 
 
 @triton.jit
 def _short(
-    qkv, out, starts, lengths, cos_table, sin_table, q_norm, k_norm, eps, scale, stride, out_stride, num_heads, num_kv_heads,
-    HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr,
+    qkv, out, scales, input_scale, starts, lengths, cos_table, sin_table, q_norm, k_norm, eps, scale, stride, out_stride,
+    num_heads, num_kv_heads, HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    length = tl.load(lengths + tl.program_id(0))
-    if length > BM:
-        return
     B: tl.constexpr = BM // 2
-    head = tl.program_id(1)
-    start = tl.load(starts + tl.program_id(0)).to(tl.int64)
+    sequence = tl.program_id(1)
+    length = tl.load(lengths + sequence)
+    first = tl.program_id(0) % 2 * B
+    if (length > BM) | (length <= first):
+        return
+    head = tl.program_id(0) // 2
+    start = tl.load(starts + sequence).to(tl.int64)
     own = tl.arange(0, B)
     half = tl.arange(0, HALF)[None, :]
     whole = tl.arange(0, 2 * HALF)[None, :]
-    is_seen = own[None, :] <= own[:, None]
-    at = own[:, None] * HALF_DIM + half
-    rows = qkv + (start + own)[:, None] * stride
-    q = rows + head * 2 * HALF_DIM + half
-    k = rows + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
-    v = k + num_kv_heads * 2 * HALF_DIM + whole
-    k += half
-    o = out + (start + own)[:, None] * out_stride + head * 2 * HALF_DIM + whole
-    is_row = (own < length)[:, None]
-    mask = is_row & (half < HALF_DIM)
-    k1, k2 = _turned(k, mask, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
-    q1, q2 = _turned(q, mask, cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
-    values = tl.load(v, mask=is_row & (whole < 2 * HALF_DIM), other=0.0)
-    scores = tl.where(is_seen, _scores(q1, q2, k1, k2, scale), -1.0e30)
-    weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
-    mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee") / tl.sum(weights, 1)[:, None]
-    tl.store(o, mixed.to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
-    if length > B:
-        is_row = (own + B < length)[:, None]
-        mask = is_row & (half < HALF_DIM)
-        at += B * HALF_DIM
-        own1, own2 = _turned(k + B * stride, mask, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
-        q1, q2 = _turned(q + B * stride, mask, cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
-        own_values = tl.load(v + B * stride, mask=is_row & (whole < 2 * HALF_DIM), other=0.0)
-        scores = _scores(q1, q2, k1, k2, scale)
-        own_scores = tl.where(is_seen, _scores(q1, q2, own1, own2, scale), -1.0e30)
-        highest = tl.maximum(tl.max(scores, 1), tl.max(own_scores, 1))[:, None]
-        weights = tl.exp2(scores - highest)
-        own_weights = tl.exp2(own_scores - highest)
+    is_half, is_whole = half < HALF_DIM, whole < 2 * HALF_DIM
+    row = tl.minimum(first + own, length - 1)[:, None]  # past the end the last row again: nobody reads what comes of it
+    at = row * HALF_DIM + half
+    place = qkv + (start + row) * stride
+    k = (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
+    v = k + num_kv_heads * 2 * HALF_DIM
+    q1, q2 = _turned(
+        place + head * 2 * HALF_DIM + half, is_half, cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM
+    )
+    k1, k2 = _turned(place + k + half, is_half, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    values = tl.load(place + v + whole, mask=is_whole, other=0.0)
+    scores = tl.where(own[None, :] <= own[:, None], _scores(q1, q2, k1, k2), -1.0e30)
+    highest = tl.max(scores, 1)
+    if first == 0:
+        weights = tl.exp2(scores * scale - (highest * scale)[:, None])
         mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        mixed = tl.dot(own_weights.to(values.dtype), own_values, mixed, input_precision="ieee")
-        mixed = mixed / (tl.sum(weights, 1) + tl.sum(own_weights, 1))[:, None]
-        tl.store(o + B * out_stride, mixed.to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
+        total = tl.sum(weights, 1)
+    else:
+        at = own[:, None] * HALF_DIM + half
+        place = qkv + (start + own)[:, None] * stride
+        k1, k2 = _turned(place + k + half, is_half, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+        first_values = tl.load(place + v + whole, mask=is_whole, other=0.0)
+        first_scores = _scores(q1, q2, k1, k2)
+        highest = tl.maximum(highest, tl.max(first_scores, 1))
+        weights = tl.exp2(scores * scale - (highest * scale)[:, None])
+        first_weights = tl.exp2(first_scores * scale - (highest * scale)[:, None])
+        mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mixed = tl.dot(first_weights.to(values.dtype), first_values, mixed, input_precision="ieee")
+        total = tl.sum(weights, 1) + tl.sum(first_weights, 1)
+    rows, is_row = start + first + own, first + own < length
+    _write(mixed, total, out, scales, input_scale, rows, is_row, out_stride, head, HALF_DIM, HALF, IS_FP8)
 
 
 @triton.jit
@@ -190,9 +211,9 @@ def _rotate_keys(
 
 @triton.jit
 def _long(
-    qkv, out, tiles, cos_table, sin_table, q_norm, eps, scale, stride, out_stride, num_heads, num_kv_heads,
-    HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    qkv, out, scales, input_scale, tiles, cos_table, sin_table, q_norm, eps, scale, stride, out_stride, num_heads, num_kv_heads,
+    HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, BM: tl.constexpr, IS_FP8: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = BM // 2
     head = tl.program_id(0)
@@ -204,11 +225,10 @@ def _long(
     start = tl.load(tile).to(tl.int64)
     queries = first_query + tl.arange(0, Q)
     half = tl.arange(0, HALF)[None, :]
-    whole = tl.arange(0, 2 * HALF)[None, :]
-    is_row = (queries < length)[:, None]
+    is_row = queries < length
     q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + half
     at = queries[:, None] * HALF_DIM + half
-    q1, q2 = _turned(q, is_row & (half < HALF_DIM), cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    q1, q2 = _turned(q, is_row[:, None] & (half < HALF_DIM), cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
     k = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
     v = k + num_kv_heads * 2 * HALF_DIM
     highest = tl.full([Q], -1.0e30, tl.float32)
@@ -222,8 +242,7 @@ def _long(
         highest, total, mixed = _attend(
             q1, q2, k, v, base, queries, length, highest, total, mixed, scale, stride, HALF_DIM, HALF, BN, IS_EDGE=True
         )
-    o = out + (start + queries)[:, None] * out_stride + head * 2 * HALF_DIM + whole
-    tl.store(o, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_row & (whole < 2 * HALF_DIM))
+    _write(mixed, total, out, scales, input_scale, start + queries, is_row, out_stride, head, HALF_DIM, HALF, IS_FP8)
 
 
 @triton.jit
@@ -242,7 +261,7 @@ def _attend(
         is_whole &= (keys < length)[:, None]
     k1 = tl.load(k + rows + half, mask=is_half, other=0.0)
     k2 = tl.load(k + rows + half + HALF_DIM, mask=is_half, other=0.0)
-    scores = _scores(q1, q2, k1, k2, scale)
+    scores = _scores(q1, q2, k1, k2) * scale
     if IS_EDGE:
         scores = tl.where(keys[None, :] <= queries[:, None], scores, -1.0e30)
     higher = tl.maximum(highest, tl.max(scores, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,9 +11,10 @@ import torch
 
 from tensorrt_llm_ext.backends.torch import plain
 from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward
+from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
-from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, buckets, weight_bytes, workspace_bytes
+from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, bucket, buckets, is_launch_bound, launches, weight_bytes, workspace_bytes
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight_index
 from tensorrt_llm_ext.backends.torch.workspace import Workspace, make_workspace
@@ -81,6 +83,7 @@ class TorchEngine:
         self._space: Workspace | None = space
         self._device = device
         self._operations = _operations(device)
+        self._graphs = Graphs() if device.type == "cuda" else None
         self._is_deterministic = space.step is not None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
@@ -117,25 +120,34 @@ class TorchEngine:
             raise _failed(error, _device_error(error, stream, self._device)) from error
 
     def warm_up(self) -> None:
-        """Run every shape of a product once, and every kernel: nothing is compiled or loaded after this."""
+        """Run every shape of a product once, and every kernel, and capture the graphs: nothing is compiled, loaded or captured
+        after this."""
+        if self._device.type == "cpu":
+            return
         limits = self._limits
         sizes = [(min(size, limits.max_num_tokens), 1) for size in buckets(limits.max_num_tokens, self._is_deterministic)]
-        for count in range(LAST_STEP, limits.max_batch_size + LAST_STEP, LAST_STEP):
-            sizes.append((limits.max_num_tokens, min(count, limits.max_batch_size)))
-        for num_tokens, batch_size in sizes if self._device.type == "cuda" else []:
-            batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
-            self._forward(self._even_batch(num_tokens, min(batch_size, num_tokens)))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        most = min(limits.max_batch_size, limits.max_num_tokens)
+        sizes += [(min(count, most), min(count, most)) for count in range(LAST_STEP, most + LAST_STEP, LAST_STEP)]
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            for num_tokens, batch_size in sizes:
+                batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
+                self._forward(self._even_batch(num_tokens, batch_size))
+            for num_tokens, batch_size, longest in launches(limits, self._is_deterministic):
+                if is_launch_bound(self._architecture, bucket(num_tokens, self._is_deterministic)):
+                    batch = replace(self._even_batch(num_tokens, batch_size), longest=longest)
+                    forward(self._operations, self._decoder, self._space, batch, self._graphs.capture)
+        torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        was_open, self._decoder, self._space = self._decoder is not None, None, None
+        was_open = self._decoder is not None
+        self._decoder = self._space = self._graphs = None
         if was_open and self._device.type == "cuda":
             with contextlib.suppress(torch.AcceleratorError):  # of a device that failed: its memory went with its context
                 torch.cuda.empty_cache()
 
     def _forward(self, batch: Batch) -> None:
-        forward(self._operations, self._decoder, self._space, batch)
+        forward(self._operations, self._decoder, self._space, batch, None if self._graphs is None else self._graphs.run)
 
     def _bound(self) -> Batch:
         inputs = {name for name, tensor in self._tensors.items() if tensor.role == "input"}
@@ -155,13 +167,15 @@ class TorchEngine:
 
     def _at(self, tensor: TensorSpec, address: int, sizes: dict[str, int]) -> torch.Tensor:
         shape = tuple(sizes.get(size, size) for size in tensor.shape)
-        return tensor_at(address, shape, getattr(torch, tensor.dtype), self._device)
+        device = self._device if tensor.location == "device" else torch.device("cpu")
+        return tensor_at(address, shape, getattr(torch, tensor.dtype), device)
 
     def _batch(self, bound: dict[str, torch.Tensor]) -> Batch:
         return Batch(
             input_ids=bound[names.INPUT_IDS],
             sequence_lengths=bound[names.SEQUENCE_LENGTHS],
             last_token_ids=bound.get(names.LAST_TOKEN_IDS),
+            longest=int(bound[names.HOST_LENGTHS].max()),
             outputs={tap: bound[name] for name, tap in self._taps.items()},
         )
 
@@ -172,13 +186,17 @@ class TorchEngine:
         values = {
             names.INPUT_IDS: torch.zeros(num_tokens, dtype=torch.int32),
             names.SEQUENCE_LENGTHS: lengths,
+            names.HOST_LENGTHS: lengths,
             names.LAST_TOKEN_IDS: lengths.cumsum(0, dtype=torch.int32),
         }
         sizes = {"T": num_tokens, "B": batch_size}
         for name, tensor in self._tensors.items():
             if tensor.role == "output":
                 values[name] = torch.empty([sizes.get(s, s) for s in tensor.shape], dtype=getattr(torch, tensor.dtype))
-        return self._batch({name: values[name].to(self._device) for name in self._tensors})
+        return self._batch({name: self._placed(tensor, values[name]) for name, tensor in self._tensors.items()})
+
+    def _placed(self, tensor: TensorSpec, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._device) if tensor.location == "device" else values
 
 
 def _operations(device: torch.device) -> ModuleType:

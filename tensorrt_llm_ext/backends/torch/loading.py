@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +17,17 @@ import torch
 from tensorrt_llm_ext.backends.torch.decoder import Decoder, Layer
 from tensorrt_llm_ext.backends.torch.plain import quantised
 from tensorrt_llm_ext.backends.torch.sizes import is_needed
-from tensorrt_llm_ext.backends.torch.values import FP8, HeadNorms, Heads, Linear, Norm, Rope
+from tensorrt_llm_ext.backends.torch.values import FP8, FP8_MAX, HeadNorms, Heads, Linear, Norm, Rope
 from tensorrt_llm_ext.backends.torch.weight_index import SCALE_NAMES, WeightIndex, read_weight
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS, decoder_shapes
 from tensorrt_llm_ext.checkpoint.rope import rope_tables
 from tensorrt_llm_ext.errors import EngineError
+from tensorrt_llm_ext.graph.quantisation import SMALLEST_ROW
 
 READERS = 4  # threads that read and hash; each is as fast as one core copies
 _AHEAD = 8  # weights in memory at most
+_ROUNDING = 1.1  # e4m3 makes a value larger by a sixteenth at most, bfloat16 by far less
 
 
 def load_decoder(
@@ -77,15 +79,32 @@ def _layer(load, a: Architecture, number: int, index: WeightIndex, is_fp8: bool)
 
     qkv = linear("qkv")
     norms = [load(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")] if a.has_qk_norm else None
+    heads = Heads(a.num_heads, a.num_kv_heads, a.head_dim)
     return Layer(
         attention_norm=attention_norm,
         qkv=qkv,
         head_norms=norms and HeadNorms(*norms, a.norm_eps),
-        o=linear("o"),
+        o=with_attended_scale(linear("o"), attention_norm, qkv, heads),
         mlp_norm=Norm(load(prefix + "post_attention_layernorm.weight"), a.norm_eps),
         gate_up=linear("gate_up"),
         down=linear("down"),
     )
+
+
+def with_attended_scale(o: Linear, norm: Norm, qkv: Linear, heads: Heads) -> Linear:
+    """Give the product of attention's rows a fixed scale that no row can pass, so that attention itself writes them in e4m3.
+
+    What attention gives is a mean of values ``v = W x``, and the norm gives every row ``x`` the length ``sqrt(hidden)`` before
+    its weight ``w``: by Cauchy and Schwarz ``|v| <= sqrt(hidden) |W w|`` for every output. That is tens of times what rows
+    hold, which e4m3 does not feel: its steps are relative over four decades.
+    """
+    if not o.is_fp8 or o.input_scale is not None:
+        return o
+    rows = slice(heads.fused_size - heads.kv_size, None)
+    weight = qkv.weight[rows].float() * (qkv.scales[0, rows, None] if qkv.is_fp8 else 1)
+    bound = (weight * norm.weight.float()).norm(dim=1) * weight.shape[1] ** 0.5
+    bound += 0 if qkv.bias is None else qkv.bias[rows].float().abs()
+    return replace(o, input_scale=max(bound.max().item() * _ROUNDING, SMALLEST_ROW) / FP8_MAX)
 
 
 @dataclass(frozen=True)

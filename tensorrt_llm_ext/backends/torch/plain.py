@@ -14,8 +14,11 @@ from tensorrt_llm_ext.backends.torch.values import FP8_MAX, HeadNorms, Heads, La
 from tensorrt_llm_ext.graph.quantisation import SMALLEST_ROW
 
 
-def layout(lengths: torch.Tensor, num_tokens: int, space: torch.Tensor) -> Layout:
-    """Find where each sequence of ``lengths`` (int32 ``[B]``) begins. ``space`` is the kernels' int32 memory for it."""
+def layout(lengths: torch.Tensor, longest: int, num_tokens: int, num_rows: int, places: torch.Tensor) -> Layout:
+    """Find where each sequence of ``lengths`` (int32 ``[B]``), ``longest`` of them the longest, begins among ``num_tokens``.
+
+    ``num_rows`` are computed; ``places`` is the kernels' int32 memory for what they find.
+    """
     starts = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
     return Layout(lengths, starts, num_tokens)
 
@@ -35,16 +38,18 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows)
 
 
 def attention(
-    qkv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, where: Layout, out: torch.Tensor
+    qkv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, where: Layout, out: Rows
 ) -> None:
-    """Rotate queries and keys of ``qkv`` ``[M, fused]`` and write causal grouped-query attention to ``out`` ``[M, q]``."""
+    """Rotate queries and keys of ``qkv`` ``[M, fused]`` and write causal grouped-query attention to ``out`` ``[M, q]``, which
+    is FP8 only by a fixed scale: no head knows the others' values."""
     sizes = (heads.q_size, heads.kv_size, heads.kv_size)
     for start, length in zip(where.starts.tolist(), where.lengths.tolist(), strict=True):
         rows = slice(start, start + length)
         q, k, v = (part.unflatten(1, (-1, heads.head_dim)).transpose(0, 1) for part in qkv[rows].split(sizes, dim=1))
         q, k = _turned(q, rope, norms and norms.q, norms), _turned(k, rope, norms and norms.k, norms)
         o = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        out[rows] = o.transpose(0, 1).flatten(1)
+        scales = None if out.scales is None else out.scales[rows]
+        write_rows(o.transpose(0, 1).flatten(1).float(), replace(out, values=out.values[rows], scales=scales))
 
 
 def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
@@ -94,10 +99,14 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
     out.copy_(product if linear.bias is None else product + linear.bias.float())
 
 
-def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """Add ``rows @ weight.T + bias`` to ``x``, or write it to ``delta`` and return that for a later addition."""
+def adds_itself(linear: Linear) -> bool:
+    """Say whether ``multiply_add`` adds to ``x`` itself."""
+    return False
+
+
+def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tensor) -> None:
+    """Add ``rows @ weight.T + bias`` to ``x`` if ``adds_itself`` says so, else write it to ``delta`` for a later addition."""
     multiply(rows, linear, delta)
-    return delta
 
 
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,11 @@ DETERMINISTIC_STEP = 1024
 """Rows of every product of an engine whose results may not depend on the batch by a bit: the library chooses its kernel,
 and with it the order of summation, by the number of rows. For last rows alone: LAST_STEP."""
 
-TILE = 16  # tokens of the smallest tile of any kernel: what the list of tiles has room for
+_LAUNCH_BOUND = 5e11
+"""Operations of a layer: what an H200 computes in four times the 0.2 ms that its host takes for a layer's launches."""
+
+TILE = 128
+"""Queries of a tile of attention."""
 
 FORMULA = (
     "weights up to the highest tap, products of fp8 engines in 1 byte, all else in item = 2 (float32: 4) bytes"
@@ -44,9 +48,44 @@ def buckets(max_num_tokens: int, is_deterministic: bool = False) -> list[int]:
     return sorted({bucket(size, is_deterministic) for size in range(SMALL_STEP, largest + 1, SMALL_STEP)})
 
 
+def grid_sequences(batch_size: int) -> int:
+    """Round a batch's sequences up to those that attention's kernels are launched for: powers of two, few of them."""
+    return max(LAST_STEP, 1 << (batch_size - 1).bit_length())
+
+
+def is_launch_bound(a: Architecture, num_rows: int) -> bool:
+    """Say whether the host takes a good part of the time to launch a layer that the card takes to run it: then a graph pays."""
+    q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    num_weights = a.hidden_size * (2 * q_size + 2 * kv_size + 3 * a.intermediate_size)
+    return 2 * num_rows * num_weights < _LAUNCH_BOUND
+
+
+def launches(limits: Limits, is_deterministic: bool = False) -> list[tuple[int, int, int]]:
+    """One batch for every set of launches that a batch within ``limits`` may need: tokens, sequences, tokens of the longest."""
+    counts = [LAST_STEP << power for power in range(limits.max_batch_size.bit_length())]
+    counts = [count for count in counts if count <= grid_sequences(limits.max_batch_size)]
+    found, fewest = [], 1  # tokens of a batch that is computed in so many rows
+    for num_rows in buckets(limits.max_num_tokens, is_deterministic):
+        most = min(num_rows, limits.max_num_tokens)
+        for count in counts:
+            batch_size = min(count, limits.max_batch_size, most)
+            for longest in sorted({min(TILE, limits.max_seq_len), limits.max_seq_len}):
+                num_tokens = min(most, batch_size * longest)
+                if num_tokens >= fewest and grid_sequences(batch_size) == count:
+                    found.append((num_tokens, batch_size, longest))
+        fewest = num_rows + 1
+    return found
+
+
+def num_tiles(num_rows: int, num_sequences: int) -> int:
+    """Tiles of a batch at most, of sequences that are longer than one: each ends in one that may not be full."""
+    return num_rows // TILE + min(num_sequences, num_rows // (TILE + 1))
+
+
 def num_places(limits: Limits) -> int:
-    """Values (int32) that hold where the sequences of the largest batch begin, and their tiles."""
-    return 4 * limits.max_batch_size + 3 * (limits.max_num_tokens // TILE)
+    """Values (int32) that hold where the sequences of the largest batch begin, how long they are, and their tiles."""
+    num_sequences = grid_sequences(limits.max_batch_size)
+    return 2 * num_sequences + 3 * num_tiles(rounded(limits.max_num_tokens, TOKEN_STEP), num_sequences)
 
 
 def workspace_bytes(a: Architecture, limits: Limits, item_bytes: int, is_deterministic: bool = False) -> int:

@@ -12,7 +12,8 @@ STREAM_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat
 
 
 def engine_tensors(architecture: Architecture, taps: tuple[Tap, ...], precision: str) -> tuple[TensorSpec, ...]:
-    """List inputs and outputs. Attention reads packed rows, so no input describes padding.
+    """List inputs and outputs. Attention reads packed rows, so no input describes padding; which of its kernels are needed
+    is decided by lengths that the host reads.
 
     Rows ``all`` come in the type of the residual stream, which loses nothing before the final norm; ``last`` and ``mean``,
     few and computed in float32, in float32.
@@ -22,6 +23,7 @@ def engine_tensors(architecture: Architecture, taps: tuple[Tap, ...], precision:
         inputs[names.LAST_TOKEN_IDS] = "B"
     return (
         *(TensorSpec(name, "input", "int32", (size,)) for name, size in inputs.items()),
+        TensorSpec(names.HOST_LENGTHS, "input", "int32", ("B",), location="host"),
         *(_output(architecture, tap, precision) for tap in taps),
     )
 

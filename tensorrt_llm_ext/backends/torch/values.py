@@ -103,7 +103,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the batch's sequences lie among its packed rows. ``lengths`` and ``starts`` are int32 ``[B]``.
+    """Where the batch's sequences lie among its packed rows. ``lengths`` and ``starts`` are int32 ``[B]``, or longer, and
+    the rest sequences of length 0.
 
     ``tiles`` (int32 ``[num_tiles, 3]``: first row of the sequence, position of the tile's first query, length of the
     sequence; length 0: no tile) divides the queries of all sequences among a kernel's programs. The plain operations

@@ -249,7 +249,7 @@ def test_shapes_and_addresses_are_checked(copy):
     for name, shape in (("input_ids", (0,)), ("input_ids", (10**6,)), ("input_ids", (1, 2)), ("final_post_last", (1,))):
         with pytest.raises(BackendError, match="no input"):
             engine.set_shape(name, shape)
-    with pytest.raises(BackendError, match="nothing for final_post_last, input_ids, last_token_ids, sequence_lengths"):
+    with pytest.raises(BackendError, match="nothing for final_post_last, host_context_lengths, input_ids, last_token_ids, sequence_lengths"):
         engine.enqueue(0)
     engine.close()
     engine.close()
