@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -57,6 +58,27 @@ def test_scales_of_inputs_that_are_fixed_are_compared_where_they_are_asked_for(c
     report = torch_fidelity.measured(checkpoint, HARM, contract(), tmp_path / "prompts.jsonl", has_fixed=True)
     by_row, fixed = (report["cosines"][f"fp8 everywhere{more}"] for more in ("", ", one scale for all rows of an input"))
     assert fixed["final@all"]["mean"] < by_row["final@all"]["mean"] - 0.01
+
+
+def test_other_roundings_give_other_cosines_and_the_lowest_of_each_draw_is_told(checkpoint, contract, tmp_path, monkeypatch, capsys):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "A longer prompt.")))
+    monkeypatch.setattr(torch_fidelity, "LEAST", 2.0)
+    report = torch_fidelity.measured(checkpoint, HARM, contract(), tmp_path / "prompts.jsonl", num_draws=3)
+    assert list(report["draws"]) == list(report["cosines"])
+    for name, drawn in report["draws"].items():
+        assert drawn["num_draws"] == 3 and drawn["share_of_draws_at_least"] == 0
+        assert drawn["share_below_by_prompt"] == {"0": 1.0, "1": 1.0}
+        assert drawn["lowest"]["min"] < drawn["lowest"]["median"] < drawn["lowest"]["max"]
+        # Moved by no more than its own rounding does: a draw is as near to float32 as the run itself.
+        assert 1 - drawn["lowest"]["median"] < 4 * (1 - report["cosines"][name]["final@last"]["min"])
+    torch_fidelity.print_report(report)
+    assert "of 3 draws" in capsys.readouterr().out
+
+
+def test_the_lowest_of_the_draws_is_counted_against_what_is_asked_for():
+    drawn = torch_fidelity._lowest(torch.tensor([[0.999, 0.996], [0.999, 0.99], [0.998, 0.997], [0.9951, 0.999]]))
+    assert drawn["share_of_draws_at_least"] == 0.75 and drawn["share_below_by_prompt"] == {"1": 0.25}
+    assert drawn["lowest"]["min"] == pytest.approx(0.99) and drawn["lowest"]["max"] == pytest.approx(0.997)
 
 
 def test_a_contract_of_another_recipe_is_refused(checkpoint, contract):
