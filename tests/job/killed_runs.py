@@ -31,7 +31,7 @@ STEPS = {
     "failed": (FailedLedger, "write"),
     "publish": (RefusedLedger, "publish"),
     "write json": (states, "write_json"),  # the header, then the manifest
-    "append states": (states.StatesStore, "append"),
+    "append states": (states.ShardBuffer, "place"),
     "commit states": (states.StatesStore, "commit"),
     "write shard": (states, "write_shard"),
     "write index": (states, "write_part"),
