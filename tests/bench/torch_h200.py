@@ -3,8 +3,9 @@
     python tests/bench/torch_h200.py [--json FILE] [--parts limits peers wide-peers qwen] [--trace]
 
 Weights are random: for speed only. Each part is a sitting: its contenders are timed in every round, one after another, and
-its ratios are made of the medians. The limit is the model's products alone, on the rows that the engine's own pass left.
-The peers, transformers and, where it is installed, vLLM, are beside ours with ids in and vectors on the host out.
+its ratios are made of the medians; the file is written after each. The limit is the model's products alone, on the rows that
+the engine's own pass left. The peers, transformers and, where it is installed, vLLM, are beside ours with ids in and vectors
+on the host out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,17 +43,18 @@ SHAPES = {"llama-2-7b": LLAMA_2_7B, "qwen3-8b": QWEN3_8B}
 
 def main() -> None:
     arguments = _arguments()
-    report = measured(arguments.parts, machine.card(arguments.commit), has_trace=arguments.trace)
+    for report in measured(arguments.parts, machine.card(arguments.commit), has_trace=arguments.trace):
+        if arguments.json:
+            with open(arguments.json, "w") as file:
+                json.dump(report, file, indent=1)
+        print(*[part["name"] for part in report["sittings"]], file=sys.stderr)
     print_report(report)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(report, file, indent=1)
 
 
 def measured(
     parts: list[str], on: dict, sizes: Sizes = Sizes(), shapes: dict[str, Architecture] = SHAPES, *, has_trace: bool = False
-) -> dict:
-    """Run the parts; the report: machine, batch, sittings, notes on what was left out, the trace if it was asked for."""
+) -> Iterator[dict]:
+    """Run the parts; after each the report so far: machine, batch, sittings, notes on what was left out, the trace if asked for."""
     report = {"machine": on, "batch": vars(sizes), "sittings": [], "notes": []}
     (llama, a), (qwen, b) = shapes.items()
     with torch.inference_mode():
@@ -61,16 +64,18 @@ def measured(
                     contenders = passes_and_products(engines, llama, a, sizes) + deterministic(engines, llama, a, sizes)
                     report["sittings"].append(sitting("limits", contenders))
                     del contenders
-                if "peers" in parts:
-                    _beside_peers(report, "peers", engines, llama, a, sizes, sizes.num_tokens)
-                if "wide-peers" in parts:
-                    _beside_peers(report, "wide-peers", engines, llama, a, sizes, 2 * sizes.num_tokens)
+                    yield report
                 if has_trace:
                     report["trace"] = traced(pass_over(engines["fp8"], sizes.even(sizes.length), a.vocab_size))
+                    yield report
+                for part, num_tokens in (("peers", sizes.num_tokens), ("wide-peers", 2 * sizes.num_tokens)):
+                    if part in parts:
+                        _beside_peers(report, part, engines, llama, a, sizes, num_tokens)
+                        yield report
         if "qwen" in parts:
             with _engines(b, sizes) as engines:
                 report["sittings"].append(sitting("qwen", passes_and_products(engines, qwen, b, sizes)))
-    return report
+                yield report
 
 
 @contextmanager
