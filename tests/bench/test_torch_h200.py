@@ -12,6 +12,7 @@ import contenders  # noqa: E402
 import torch_h200  # noqa: E402
 import vllm_peer  # noqa: E402
 from our_contenders import Sizes, _flops, _product_sizes  # noqa: E402
+from random_checkpoint import write_checkpoint  # noqa: E402
 from torch_models import LLAMA_2_7B, QWEN3_8B  # noqa: E402
 
 SIZES = Sizes(num_tokens=256, length=128, long=200, longest=512, num_batches=2)
@@ -31,7 +32,7 @@ class LLM:
         os.write(1, b"words of a library beneath it\\n")
         if KIND == "ends at the start":
             raise RuntimeError("no card for this")
-        assert options["load_format"] == "dummy" and options["runner"] == "pooling"
+        assert options["runner"] == "pooling"
         self.num_calls = 0
 
     def embed(self, prompts, use_tqdm):
@@ -65,7 +66,7 @@ def peer(tmp_path, stand_in):
 
     def start(kind):
         stand_in(kind)
-        model = vllm_peer.write_model_folder(tmp_path / "model", torch_h200.llama_config(TINY["llama-2-7b"]))
+        model = write_checkpoint(tmp_path / "model", TINY["llama-2-7b"])
         one = vllm_peer.VllmPeer(model, quantization="fp8", max_num_batched_tokens=256, log=tmp_path / "log")
         started.append(one)
         return one
@@ -143,6 +144,17 @@ def test_a_peer_that_is_not_there_or_does_not_start_is_left_out_with_a_note(repo
 def test_without_vllm_a_note_says_so(report, monkeypatch):
     monkeypatch.setattr(torch_h200.importlib.util, "find_spec", lambda name: None)
     assert report(["wide-peers"], kind=None)["notes"] == ["vLLM at 512 tokens a batch is left out: it is not installed here"]
+
+
+def test_a_peer_s_checkpoint_is_a_llama_of_weights_like_ours(tmp_path):
+    import transformers
+
+    a = TINY["llama-2-7b"]
+    model, loading = transformers.AutoModel.from_pretrained(write_checkpoint(tmp_path / "model", a), output_loading_info=True)
+    assert type(model).__name__ == "LlamaModel" and not any(loading.values())
+    weights = dict(model.named_parameters())
+    assert 0.9 < weights["layers.1.mlp.down_proj.weight"].float().std() * a.intermediate_size**0.5 < 1.1
+    assert (weights["norm.weight"] == 1).all() and len({weight.float().sum().item() for weight in weights.values()}) > a.num_layers
 
 
 def test_the_operations_of_a_pass_are_those_that_it_computes():

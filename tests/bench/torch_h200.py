@@ -25,9 +25,10 @@ import torch
 from card_trace import traced
 from contenders import Contender, on_device, sitting
 from our_contenders import Sizes, deterministic, end_to_end, pass_over, passes_and_products, random_engines
+from random_checkpoint import write_checkpoint
 from torch_models import DEVICE, LLAMA_2_7B, QWEN3_8B
-from transformers_peer import llama_config, transformers_calls
-from vllm_peer import PeerFailed, VllmPeer, write_model_folder
+from transformers_peer import transformers_calls
+from vllm_peer import PeerFailed, VllmPeer
 
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
@@ -59,7 +60,7 @@ def measured(
     (llama, a), (qwen, b) = shapes.items()
     with torch.inference_mode():
         if {*parts} - {"qwen"} or has_trace:
-            with _engines(a, sizes) as engines:
+            with _engines(a, sizes) as engines, tempfile.TemporaryDirectory() as folder:
                 if "limits" in parts:
                     contenders = passes_and_products(engines, llama, a, sizes) + deterministic(engines, llama, a, sizes)
                     report["sittings"].append(sitting("limits", contenders))
@@ -70,7 +71,7 @@ def measured(
                     yield report
                 for part, num_tokens in (("peers", sizes.num_tokens), ("wide-peers", 2 * sizes.num_tokens)):
                     if part in parts:
-                        _beside_peers(report, part, engines, llama, a, sizes, num_tokens)
+                        _beside_peers(report, part, engines, llama, a, sizes, num_tokens, Path(folder))
                         yield report
         if "qwen" in parts:
             with _engines(b, sizes) as engines:
@@ -90,10 +91,11 @@ def _engines(a: Architecture, sizes: Sizes) -> Iterator[dict[str, TorchEngine]]:
 
 
 def _beside_peers(
-    report: dict, part: str, engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes, num_batched_tokens: int
-) -> None:
+    report: dict, part: str, engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes, num_batched_tokens: int,
+    folder: Path,
+) -> None:  # fmt: skip
     _free()  # vLLM takes what is there
-    with _vllm(report["notes"], a, num_batched_tokens) as started:
+    with _vllm(report["notes"], a, num_batched_tokens, folder) as started:
         peers = _transformers(a, name, sizes) if part == "peers" else []  # compiled while the others start
         for peer in started:
             try:
@@ -115,23 +117,25 @@ def _transformers(a: Architecture, name: str, sizes: Sizes) -> list[Contender]:
 
 
 @contextmanager
-def _vllm(notes: list[str], a: Architecture, num_batched_tokens: int) -> Iterator[list[VllmPeer]]:
-    """vLLM in both precisions, starting at the same time; none where it is not installed, with a note."""
+def _vllm(notes: list[str], a: Architecture, num_batched_tokens: int, folder: Path) -> Iterator[list[VllmPeer]]:
+    """vLLM in both precisions, starting at the same time, on a checkpoint in ``folder``; none where it is not installed, with a
+    note."""
     started: list[VllmPeer] = []
     if importlib.util.find_spec("vllm") is None:
         notes.append(f"vLLM at {num_batched_tokens:,} tokens a batch is left out: it is not installed here")
         yield started
         return
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model_folder(Path(folder) / "model", llama_config(a))
-        try:
-            for quantization in (None, "fp8"):
-                log = Path(folder) / f"{quantization}.log"
-                started.append(VllmPeer(model, quantization=quantization, max_num_batched_tokens=num_batched_tokens, log=log))
-            yield started
-        finally:
-            for peer in started:
-                peer.close()
+    model = folder / "model"
+    if not model.exists():
+        write_checkpoint(model, a)
+    try:
+        for quantization in (None, "fp8"):
+            log = folder / f"{quantization}-{num_batched_tokens}.log"
+            started.append(VllmPeer(model, quantization=quantization, max_num_batched_tokens=num_batched_tokens, log=log))
+        yield started
+    finally:
+        for peer in started:
+            peer.close()
 
 
 def _free() -> None:

@@ -1,4 +1,4 @@
-"""The peer vLLM, its pooling runner on a Llama of random weights: a process that stays up and runs a round when told to.
+"""The peer vLLM, its pooling runner on a Llama checkpoint: a process that stays up and runs a round when told to.
 
 So its rounds lie between ours though it does not give its memory back before it ends. The two ends of the pipe::
 
@@ -95,21 +95,6 @@ class VllmPeer:
         return PeerFailed("\n  ".join([f"{self.name}: {why}", *last]))
 
 
-def write_model_folder(folder: Path, config: dict) -> Path:
-    """Write what vLLM wants of a model whose weights it makes up: config.json and any tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu"}
-    special = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config | model | special))
-    vocab = {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1}, "unk_token": "<s>"}
-    whitespace = {"type": "Whitespace"}
-    tokenizer = {"version": "1.0", "model": vocab, "pre_tokenizer": whitespace, "added_tokens": []}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    names = {"bos_token": "<s>", "eos_token": "<s>", "unk_token": "<s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names))
-    return folder
-
-
 def main() -> None:
     arguments = _arguments()
     answers = os.fdopen(os.dup(1), "w")
@@ -135,7 +120,6 @@ def _loaded(folder: Path, quantization: str | None, num_tokens: int) -> tuple[Ca
         convert="embed",
         dtype="bfloat16",
         quantization=quantization,
-        load_format="dummy",
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=num_tokens,
         max_num_seqs=num_tokens // LENGTH,
@@ -162,7 +146,7 @@ def _say(answers: TextIO, value: dict) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="folder of config.json and a tokenizer")
+    parser.add_argument("folder", type=Path, help="a Hugging Face checkpoint with any tokenizer")
     parser.add_argument("--quantization", choices=("fp8",), help="bfloat16 unless given")
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     return parser.parse_args()
