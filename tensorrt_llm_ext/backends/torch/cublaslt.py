@@ -1,8 +1,8 @@
-"""FP8 products by cuBLASLt, called directly: torch's door to it can neither add to what is there nor fix the algorithm.
+"""Products by cuBLASLt, called directly: torch's door to it can neither add to what is there nor fix the algorithm.
 
 One algorithm serves every number of rows of a layer, so the order of summation of a row, and its bytes, do not depend on
-the batch; it needs no memory to work in, which would have to be cleared before every product; and the product is added to
-the residual stream where it lies, which spares the next norm a pass over it.
+the batch; and the product is added to the residual stream where it lies, which spares the next norm a pass over it.
+The library orders its algorithms by an estimate; ``try_algorithms`` by time.
 
 Constants are those of cublasLt.h (CUDA 13). A row-major ``x @ weight.T`` is the column-major ``weight @ x.T``, transposed.
 """
@@ -11,23 +11,35 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
 from functools import lru_cache
+from itertools import cycle
 
 import torch
 
-from tensorrt_llm_ext.backends.torch.values import Linear, Rows
+from tensorrt_llm_ext.backends.torch import trials
+from tensorrt_llm_ext.backends.torch.values import COUNTER_BYTES, FP8, Linear, Rows
 
-_FLOAT32, _BFLOAT16, _E4M3 = 0, 14, 28  # cudaDataType_t
+_FLOAT32, _TYPES = 0, {torch.bfloat16: 14, FP8: 28}  # cudaDataType_t
 _COMPUTE_FLOAT32 = 68
 _TRANSPOSE_A, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST_SUM, _BIAS_TYPE, _SCALES_A, _SCALES_B = 3, 7, 8, 17, 18, 25, 26, 31, 32
 _SCALE_A_ROW = 3  # CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
 _ADD_BIAS = 4
-_REFERENCE_ROWS = 16384  # the rows that the algorithm is chosen for
+_ORDER_OF_TILES = 4  # CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING
+_ORDERS = (0, 1, 2)
+_NUM_ALGORITHMS = 8  # of the library's own, at most
 _ANY_ADDRESS = 256
+
+REFERENCE_ROWS = 16384
+"""The rows that an algorithm is chosen for."""
+
+_COMPARED_ROWS = 1024
 
 _ENQUEUEING = threading.Lock()
 """Held from the setting of a plan's addresses to its call: engines in several threads share the plans."""
+
+_chosen: dict[tuple[int, int, torch.dtype], ctypes.Array] = {}
 
 
 class _Heuristic(ctypes.Structure):
@@ -40,33 +52,58 @@ class _Heuristic(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=1)
-def is_available() -> bool:
-    """Say whether this card and library multiply e4m3 with a scale a row and a scale an output."""
-    try:
-        _algorithm(256, 256)
-    except (OSError, RuntimeError, AttributeError):
-        return False
-    return True
+def can_multiply(linear: Linear) -> bool:
+    """Say whether this card and library multiply in the type of ``linear``: bfloat16, or e4m3 with a scale a row and a scale an
+    output."""
+    return linear.weight.dtype in _TYPES and _has_algorithm(linear.weight.dtype)
 
 
 def multiply(rows: Rows, linear: Linear, out: torch.Tensor, *, adds: bool) -> None:
     """Write ``rows @ weight.T + bias`` to ``out`` (bfloat16 ``[M, out]``), or add it, on torch's current stream."""
+    size_out, size_in = linear.weight.shape
+    key = size_out, size_in, linear.weight.dtype
+    _enqueue(rows, linear, out, _chosen.get(key) or _algorithms(*key)[0], adds)
+
+
+def try_algorithms(rows: Rows, linears: Sequence[Linear], out: torch.Tensor, *, adds: bool) -> None:
+    """Choose the algorithm that multiplies ``rows`` by these linears, which are alike, in the least time.
+
+    At a card's limit of power the library's first is up to 6 % slower than the best. Only those take part that give the first
+    one's bytes, so a choice changes no result; it is kept for the process and in the user's cache.
+    """
+    size_out, size_in = linears[0].weight.shape
+    key = size_out, size_in, linears[0].weight.dtype
+    if key in _chosen:
+        return
+    algorithms, what = _algorithms(*key), _described(*key)
+    if (known := trials.kept(what)) not in map(list, algorithms):
+        same, next_linear = _same_bytes(rows, linears[0], out, algorithms), cycle(linears)
+
+        def call_of(algorithm: ctypes.Array) -> Callable[[], None]:
+            return lambda: _enqueue(rows, next(next_linear), out, algorithm, adds)
+
+        known = [*same[trials.quickest([call_of(algorithm) for algorithm in same])]]
+        trials.keep(what, known)
+    _chosen[key] = (c_uint64 * 8)(*known)
+
+
+def _enqueue(rows: Rows, linear: Linear, out: torch.Tensor, algorithm: ctypes.Array, adds: bool) -> None:
     (num_rows, size_in), size_out = rows.values.shape, len(linear.weight)
-    stream = torch.cuda.current_stream().cuda_stream
-    algorithm = _algorithm(size_out, size_in)
-    plan = _plan(num_rows, size_out, size_in, linear.bias is not None)
+    plan = _plan(num_rows, size_out, size_in, linear.weight.dtype, linear.bias is not None)
     library, handle = _library()
+    counter = (None, c_size_t(0)) if rows.counter is None else (c_void_p(rows.counter.data_ptr()), c_size_t(COUNTER_BYTES))
+    stream = torch.cuda.current_stream().cuda_stream
     with _ENQUEUEING:
-        plan.set(_SCALE_A, c_void_p(linear.scales.data_ptr()))
-        plan.set(_SCALE_B, c_void_p(rows.scales.data_ptr()))
+        if linear.is_fp8:
+            plan.set(_SCALE_A, c_void_p(linear.scales.data_ptr()))
+            plan.set(_SCALE_B, c_void_p(rows.scales.data_ptr()))
         if linear.bias is not None:
             plan.set(_BIAS, c_void_p(linear.bias.data_ptr()))
         _check(
             library.cublasLtMatmul(
                 handle, plan.operation, byref(c_float(1)), c_void_p(linear.weight.data_ptr()), plan.a,
                 c_void_p(rows.values.data_ptr()), plan.b, byref(c_float(adds)), c_void_p(out.data_ptr()), plan.d,
-                c_void_p(out.data_ptr()), plan.d, byref(algorithm), None, c_size_t(0), c_void_p(stream),
+                c_void_p(out.data_ptr()), plan.d, byref(algorithm), *counter, c_void_p(stream),
             )
         )  # fmt: skip
 
@@ -74,20 +111,21 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor, *, adds: bool) -> No
 class _Plan:
     """The library's descriptors of one shape. They live as long as the process, like the shapes of its engines."""
 
-    def __init__(self, num_rows: int, size_out: int, size_in: int, has_bias: bool) -> None:
+    def __init__(self, num_rows: int, size_out: int, size_in: int, dtype: torch.dtype, has_bias: bool) -> None:
         self.operation = c_void_p()
         _check(_library()[0].cublasLtMatmulDescCreate(byref(self.operation), _COMPUTE_FLOAT32, _FLOAT32))
         self.set(_TRANSPOSE_A, c_int32(1))
-        self.set(_FAST_SUM, c_int8(1))
-        for mode, scale in ((_SCALES_A, _SCALE_A), (_SCALES_B, _SCALE_B)):
-            self.set(mode, c_int32(_SCALE_A_ROW))
-            self.set(scale, c_void_p(_ANY_ADDRESS))  # no algorithm is found without one; each call sets its own
+        if dtype == FP8:
+            self.set(_FAST_SUM, c_int8(1))
+            for mode, scale in ((_SCALES_A, _SCALE_A), (_SCALES_B, _SCALE_B)):
+                self.set(mode, c_int32(_SCALE_A_ROW))
+                self.set(scale, c_void_p(_ANY_ADDRESS))  # no algorithm is found without one; each call sets its own
         if has_bias:
             self.set(_EPILOGUE, c_int32(_ADD_BIAS))
-            self.set(_BIAS_TYPE, c_int32(_BFLOAT16))
-        self.a = _matrix(_E4M3, size_in, size_out)
-        self.b = _matrix(_E4M3, size_in, num_rows)
-        self.d = _matrix(_BFLOAT16, size_out, num_rows)
+            self.set(_BIAS_TYPE, c_int32(_TYPES[torch.bfloat16]))
+        self.a = _matrix(dtype, size_in, size_out)
+        self.b = _matrix(dtype, size_in, num_rows)
+        self.d = _matrix(torch.bfloat16, size_out, num_rows)
 
     def set(self, attribute: int, value: ctypes._SimpleCData) -> None:
         library = _library()[0]
@@ -98,32 +136,68 @@ _plan = lru_cache(maxsize=None)(_Plan)
 
 
 @lru_cache(maxsize=None)
-def _algorithm(size_out: int, size_in: int) -> ctypes.Array:
-    plan, library = _plan(_REFERENCE_ROWS, size_out, size_in, False), _library()[0]
-    preference, best, num_found = c_void_p(), _Heuristic(), c_int()
+def _has_algorithm(dtype: torch.dtype) -> bool:
+    try:
+        _algorithms(256, 256, dtype)
+    except (OSError, RuntimeError, AttributeError):
+        return False
+    return True
+
+
+@lru_cache(maxsize=None)
+def _algorithms(size_out: int, size_in: int, dtype: torch.dtype) -> list[ctypes.Array]:
+    """The library's algorithms that need no memory but a counter, its own estimate of the best first; then the same with their
+    tiles in other orders."""
+    plan, (library, handle) = _plan(REFERENCE_ROWS, size_out, size_in, dtype, False), _library()
+    preference, found, num_found = c_void_p(), (_Heuristic * _NUM_ALGORITHMS)(), c_int()
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
     status = library.cublasLtMatmulAlgoGetHeuristic(
-        _library()[1], plan.operation, plan.a, plan.b, plan.d, plan.d, preference, 1, byref(best), byref(num_found)
+        handle, plan.operation, plan.a, plan.b, plan.d, plan.d, preference, _NUM_ALGORITHMS, found, byref(num_found)
     )
     library.cublasLtMatmulPreferenceDestroy(preference)
     _check(status)
     if num_found.value == 0:
-        raise RuntimeError("cuBLASLt has no algorithm for e4m3 with scales of rows")
-    return best.algorithm
+        raise RuntimeError(f"cuBLASLt has no algorithm for products of {dtype}")
+    algorithms = [one.algorithm for one in found[: num_found.value]]
+    for algorithm in [*algorithms]:
+        for order in _ORDERS:
+            other, needs = (c_uint64 * 8)(*algorithm), _Heuristic()
+            library.cublasLtMatmulAlgoConfigSetAttribute(byref(other), _ORDER_OF_TILES, byref(c_int32(order)), c_size_t(4))
+            sizes = plan.operation, plan.a, plan.b, plan.d, plan.d
+            status = library.cublasLtMatmulAlgoCheck(handle, *sizes, byref(other), byref(needs))
+            if not status and needs.workspace <= COUNTER_BYTES and [*other] not in map(list, algorithms):
+                algorithms.append(other)
+    return algorithms
+
+
+def _same_bytes(rows: Rows, linear: Linear, out: torch.Tensor, algorithms: list[ctypes.Array]) -> list[ctypes.Array]:
+    """Those of the algorithms that give the bytes of the first. A part of the rows says it: each holds every tile of outputs."""
+    expected, same = None, []
+    for algorithm in algorithms:
+        _enqueue(rows, linear, out, algorithm, adds=False)
+        found = out[:_COMPARED_ROWS].view(torch.int16)
+        expected = found.clone() if expected is None else expected
+        same += [algorithm] if torch.equal(found, expected) else []
+    return same
+
+
+def _described(size_out: int, size_in: int, dtype: torch.dtype) -> str:
+    return f"cuBLASLt {_library()[0].cublasLtGetVersion()}, {dtype}, {size_out} x {size_in}"
 
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[ctypes.CDLL, c_void_p]:
     """The library that torch has loaded, and a handle of our own."""
     library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    library.cublasLtGetVersion.restype = c_size_t
     handle = c_void_p()
     _check(library.cublasLtCreate(byref(handle)))
     return library, handle
 
 
-def _matrix(dtype: int, rows: int, columns: int) -> c_void_p:
+def _matrix(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
     layout = c_void_p()
-    _check(_library()[0].cublasLtMatrixLayoutCreate(byref(layout), dtype, c_uint64(rows), c_uint64(columns), c_int64(rows)))
+    _check(_library()[0].cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(rows)))
     return layout
 
 

@@ -9,13 +9,14 @@ from types import ModuleType
 
 import torch
 
-from tensorrt_llm_ext.backends.torch import plain
+from tensorrt_llm_ext.backends.torch import cublaslt, plain
 from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward
 from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
 from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, bucket, buckets, is_launch_bound, launches, weight_bytes, workspace_bytes
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
+from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight_index
 from tensorrt_llm_ext.backends.torch.workspace import Workspace, make_workspace
 from tensorrt_llm_ext.errors import BackendError, IncompatibleEngine, OutOfMemory
@@ -120,8 +121,8 @@ class TorchEngine:
             raise _failed(error, _device_error(error, stream, self._device)) from error
 
     def warm_up(self) -> None:
-        """Run every shape of a product once, and every kernel, and capture the graphs: nothing is compiled, loaded or captured
-        after this."""
+        """Choose the products' algorithms, run every shape of a product once, and every kernel, and capture the graphs: nothing is
+        compiled, loaded or captured after this."""
         if self._device.type == "cpu":
             return
         limits = self._limits
@@ -130,6 +131,8 @@ class TorchEngine:
         sizes += [(min(count, most), min(count, most)) for count in range(LAST_STEP, most + LAST_STEP, LAST_STEP)]
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            if not is_launch_bound(self._architecture, len(self._space.x)):
+                choose_algorithms(self._decoder, self._space.of(min(limits.max_num_tokens, cublaslt.REFERENCE_ROWS)))
             for num_tokens, batch_size in sizes:
                 batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
                 self._forward(self._even_batch(num_tokens, batch_size))

@@ -79,7 +79,7 @@ def mean(rows: torch.Tensor, where: Layout, out: torch.Tensor) -> None:
 
 def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
     """See ``plain.multiply``."""
-    if linear.is_fp8 and cublaslt.is_available():
+    if cublaslt.can_multiply(linear):
         cublaslt.multiply(rows, linear, out, adds=False)
         return
     weight = linear.weight.t()
@@ -97,14 +97,14 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
 
 def adds_itself(linear: Linear) -> bool:
     """See ``plain.adds_itself``: the library does where it can."""
-    return cublaslt.is_available() if linear.is_fp8 else linear.bias is None
+    return cublaslt.can_multiply(linear) or not linear.is_fp8 and linear.bias is None
 
 
 def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tensor) -> None:
     """See ``plain.multiply_add``."""
     if not adds_itself(linear):
         multiply(rows, linear, delta)
-    elif linear.is_fp8:
+    elif cublaslt.can_multiply(linear):
         cublaslt.multiply(rows, linear, x, adds=True)
     else:
         for step in rows.steps():

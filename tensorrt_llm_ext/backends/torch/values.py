@@ -14,6 +14,9 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest e4m3 value. A row's scale is its largest magnitude over this, so that nothing saturates."""
 
+COUNTER_BYTES = 256
+"""Memory in which a product may count the tiles that it hands out."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -21,13 +24,15 @@ class Rows:
 
     A row's scale is found when it is written, or is ``input_scale`` for every row: then what lies beyond e4m3's largest value
     saturates, and a row that is not finite gets the scale NaN, or it would come out finite. ``step`` is how many rows one
-    product takes, where that must be the same in every batch; None: all at once.
+    product takes, where that must be the same in every batch; None: all at once. ``counter``: COUNTER_BYTES for the product's own
+    use.
     """
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
     step: int | None = None
     input_scale: float | None = None
+    counter: torch.Tensor | None = None
 
     def steps(self) -> list[slice]:
         """The rows of each product."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tensorrt_llm_ext.backends.torch.sizes import DETERMINISTIC_STEP, LAST_STEP, bucket, num_places, rounded
-from tensorrt_llm_ext.backends.torch.values import FP8, Heads, Linear, Rows
+from tensorrt_llm_ext.backends.torch.values import COUNTER_BYTES, FP8, Heads, Linear, Rows
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.recipes.contract import Limits
 
@@ -24,6 +24,7 @@ class Workspace:
     scales: torch.Tensor  # float32 [M, 1], of the rows that feed the next product
     inputs: dict[str, torch.Tensor]  # of the products: "hidden", "attended", "inner", as bytes [M, width x item]
     places: torch.Tensor  # int32: starts and tiles of the batch's sequences
+    counter: torch.Tensor  # uint8, of products
     few: Workspace | None  # buffers of their own for last rows
     step: int | None  # rows of one product; None: all
 
@@ -41,8 +42,8 @@ class Workspace:
         if linear.is_fp8:
             width = linear.weight.shape[1]
             values = memory.view(-1)[: len(memory) * width].view(FP8).view(-1, width)
-            return Rows(values, self.scales, self.step, linear.input_scale)
-        return Rows(self.attended if name == "attended" else memory.view(self.x.dtype), None, self.step)
+            return Rows(values, self.scales, self.step, linear.input_scale, self.counter)
+        return Rows(self.attended if name == "attended" else memory.view(self.x.dtype), None, self.step, None, self.counter)
 
     def float32_rows(self, num_tokens: int) -> torch.Tensor:
         """float32 ``[num_tokens, hidden]`` in the memory of qkv and gate_up, between two layers."""
@@ -85,6 +86,7 @@ def _buffers(
             for name, width in widths.items()
         },
         places=places,
+        counter=torch.zeros(COUNTER_BYTES, dtype=torch.uint8, device=places.device) if few is None else few.counter,
         few=few,
         step=step,
     )
