@@ -126,7 +126,7 @@ def test_every_part_has_its_rows_and_ratios_in_every_round(report, capsys):
     limit = {f"llama-2-7b {p} {kind}" for p in ("fp8", "bfloat16") for kind in ("ids to host vectors", "products alone")}
     transformers = {f"llama-2-7b transformers {kind} bf16" for kind in ("eager", "compiled")}
     assert rows[1] == limit | transformers | {"llama-2-7b vllm bf16 256", "llama-2-7b vllm fp8 256"}
-    assert rows[2] == limit | {"llama-2-7b vllm bf16 512", "llama-2-7b vllm fp8 512"}
+    assert rows[2] == {name for name in limit if " fp8 " in name} | {"llama-2-7b vllm fp8 512"}
     assert all(len(row["rounds_ms"]) == contenders.ROUNDS and row["tokens_per_s"] > 0 for part in found["sittings"] for row in part["rows"])
     ratios = found["sittings"][1]["ratios"]
     assert len(ratios) == 10 and "llama-2-7b fp8 ids to host vectors / llama-2-7b vllm fp8 256" in ratios
@@ -137,8 +137,8 @@ def test_every_part_has_its_rows_and_ratios_in_every_round(report, capsys):
 
 def test_a_peer_that_is_not_there_or_does_not_start_is_left_out_with_a_note(report):
     found = report(["wide-peers"], kind="ends at the start")
-    assert len(found["sittings"][0]["rows"]) == 4
-    assert len(found["notes"]) == 2 and all("left out: vllm" in note and "no card for this" in note for note in found["notes"])
+    assert len(found["sittings"][0]["rows"]) == 2
+    assert len(found["notes"]) == 1 and all("left out: vllm" in note and "no card for this" in note for note in found["notes"])
 
 
 def test_without_vllm_a_note_says_so(report, monkeypatch):

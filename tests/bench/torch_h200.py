@@ -36,7 +36,7 @@ from tensorrt_llm_ext.checkpoint.architecture import Architecture
 PARTS = {
     "limits": "the Llama shape: every kind of lengths, the products alone, and the cost of determinism",
     "peers": "ours beside transformers, and vLLM at as many tokens a batch",
-    "wide-peers": "ours beside vLLM at twice as many tokens a batch",
+    "wide-peers": "ours in FP8 beside vLLM's at twice as many tokens a batch",
     "qwen": "the Qwen3-8B shape: lengths and products",
 }
 SHAPES = {"llama-2-7b": LLAMA_2_7B, "qwen3-8b": QWEN3_8B}
@@ -69,10 +69,13 @@ def measured(
                 if has_trace:
                     report["trace"] = traced(pass_over(engines["fp8"], sizes.even(sizes.length), a.vocab_size))
                     yield report
-                for part, num_tokens in (("peers", sizes.num_tokens), ("wide-peers", 2 * sizes.num_tokens)):
-                    if part in parts:
-                        _beside_peers(report, part, engines, llama, a, sizes, num_tokens, Path(folder))
-                        yield report
+                if "peers" in parts:
+                    _beside_peers(report, "peers", engines, llama, a, sizes, sizes.num_tokens, Path(folder))
+                    yield report
+                if "wide-peers" in parts:
+                    fp8 = {"fp8": engines["fp8"]}
+                    _beside_peers(report, "wide-peers", fp8, llama, a, sizes, 2 * sizes.num_tokens, Path(folder))
+                    yield report
         if "qwen" in parts:
             with _engines(b, sizes) as engines:
                 report["sittings"].append(sitting("qwen", passes_and_products(engines, qwen, b, sizes)))
@@ -95,7 +98,7 @@ def _beside_peers(
     folder: Path,
 ) -> None:  # fmt: skip
     _free()  # vLLM takes what is there
-    with _vllm(report["notes"], a, num_batched_tokens, folder) as started:
+    with _vllm(report["notes"], a, num_batched_tokens, [*engines], folder) as started:
         peers = _transformers(a, name, sizes) if part == "peers" else []  # compiled while the others start
         for peer in started:
             try:
@@ -117,8 +120,10 @@ def _transformers(a: Architecture, name: str, sizes: Sizes) -> list[Contender]:
 
 
 @contextmanager
-def _vllm(notes: list[str], a: Architecture, num_batched_tokens: int, folder: Path) -> Iterator[list[VllmPeer]]:
-    """vLLM in both precisions, starting at the same time, on a checkpoint in ``folder``; none where it is not installed, with a
+def _vllm(
+    notes: list[str], a: Architecture, num_batched_tokens: int, precisions: list[str], folder: Path
+) -> Iterator[list[VllmPeer]]:
+    """vLLM in these precisions, starting at the same time, on a checkpoint in ``folder``; none where it is not installed, with a
     note."""
     started: list[VllmPeer] = []
     if importlib.util.find_spec("vllm") is None:
@@ -129,8 +134,8 @@ def _vllm(notes: list[str], a: Architecture, num_batched_tokens: int, folder: Pa
     if not model.exists():
         write_checkpoint(model, a)
     try:
-        for quantization in (None, "fp8"):
-            log = folder / f"{quantization}-{num_batched_tokens}.log"
+        for precision in reversed(precisions):
+            log, quantization = folder / f"{precision}-{num_batched_tokens}.log", "fp8" if precision == "fp8" else None
             started.append(VllmPeer(model, quantization=quantization, max_num_batched_tokens=num_batched_tokens, log=log))
         yield started
     finally:

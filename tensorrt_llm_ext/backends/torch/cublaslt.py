@@ -39,7 +39,13 @@ _COMPARED_ROWS = 1024
 _ENQUEUEING = threading.Lock()
 """Held from the setting of a plan's addresses to its call: engines in several threads share the plans."""
 
-_chosen: dict[tuple[int, int, torch.dtype], ctypes.Array] = {}
+_FEWEST_ROWS = 64
+"""The fewest of a product: an algorithm must be able to compute so few, too."""
+
+_Kind = tuple[int, int, torch.dtype, bool]
+"""Products that one algorithm serves: outputs, inputs, the type of rows and weights, and whether there is a bias."""
+
+_chosen: dict[_Kind, ctypes.Array] = {}
 
 
 class _Heuristic(ctypes.Structure):
@@ -55,14 +61,13 @@ class _Heuristic(ctypes.Structure):
 def can_multiply(linear: Linear) -> bool:
     """Say whether this card and library multiply in the type of ``linear``: bfloat16, or e4m3 with a scale a row and a scale an
     output."""
-    return linear.weight.dtype in _TYPES and _has_algorithm(linear.weight.dtype)
+    return linear.weight.dtype in _TYPES and bool(_algorithms(_kind(linear)))
 
 
 def multiply(rows: Rows, linear: Linear, out: torch.Tensor, *, adds: bool) -> None:
     """Write ``rows @ weight.T + bias`` to ``out`` (bfloat16 ``[M, out]``), or add it, on torch's current stream."""
-    size_out, size_in = linear.weight.shape
-    key = size_out, size_in, linear.weight.dtype
-    _enqueue(rows, linear, out, _chosen.get(key) or _algorithms(*key)[0], adds)
+    kind = _kind(linear)
+    _enqueue(rows, linear, out, _chosen.get(kind) or _algorithms(kind)[0], adds)
 
 
 def try_algorithms(rows: Rows, linears: Sequence[Linear], out: torch.Tensor, *, adds: bool) -> None:
@@ -71,11 +76,10 @@ def try_algorithms(rows: Rows, linears: Sequence[Linear], out: torch.Tensor, *, 
     At a card's limit of power the library's first is up to 6 % slower than the best. Only those take part that give the first
     one's bytes, so a choice changes no result; it is kept for the process and in the user's cache.
     """
-    size_out, size_in = linears[0].weight.shape
-    key = size_out, size_in, linears[0].weight.dtype
-    if key in _chosen:
+    kind = _kind(linears[0])
+    if kind in _chosen:
         return
-    algorithms, what = _algorithms(*key), _described(*key)
+    algorithms, what = _algorithms(kind), _described(kind)
     if (known := trials.kept(what)) not in map(list, algorithms):
         same, next_linear = _same_bytes(rows, linears[0], out, algorithms), cycle(linears)
 
@@ -84,12 +88,16 @@ def try_algorithms(rows: Rows, linears: Sequence[Linear], out: torch.Tensor, *, 
 
         known = [*same[trials.quickest([call_of(algorithm) for algorithm in same])]]
         trials.keep(what, known)
-    _chosen[key] = (c_uint64 * 8)(*known)
+    _chosen[kind] = (c_uint64 * 8)(*known)
+
+
+def _kind(linear: Linear) -> _Kind:
+    size_out, size_in = linear.weight.shape
+    return size_out, size_in, linear.weight.dtype, linear.bias is not None
 
 
 def _enqueue(rows: Rows, linear: Linear, out: torch.Tensor, algorithm: ctypes.Array, adds: bool) -> None:
-    (num_rows, size_in), size_out = rows.values.shape, len(linear.weight)
-    plan = _plan(num_rows, size_out, size_in, linear.weight.dtype, linear.bias is not None)
+    plan = _plan(len(rows.values), _kind(linear))
     library, handle = _library()
     counter = (None, c_size_t(0)) if rows.counter is None else (c_void_p(rows.counter.data_ptr()), c_size_t(COUNTER_BYTES))
     stream = torch.cuda.current_stream().cuda_stream
@@ -111,7 +119,8 @@ def _enqueue(rows: Rows, linear: Linear, out: torch.Tensor, algorithm: ctypes.Ar
 class _Plan:
     """The library's descriptors of one shape. They live as long as the process, like the shapes of its engines."""
 
-    def __init__(self, num_rows: int, size_out: int, size_in: int, dtype: torch.dtype, has_bias: bool) -> None:
+    def __init__(self, num_rows: int, kind: _Kind) -> None:
+        size_out, size_in, dtype, has_bias = kind
         self.operation = c_void_p()
         _check(_library()[0].cublasLtMatmulDescCreate(byref(self.operation), _COMPUTE_FLOAT32, _FLOAT32))
         self.set(_TRANSPOSE_A, c_int32(1))
@@ -123,6 +132,7 @@ class _Plan:
         if has_bias:
             self.set(_EPILOGUE, c_int32(_ADD_BIAS))
             self.set(_BIAS_TYPE, c_int32(_TYPES[torch.bfloat16]))
+            self.set(_BIAS, c_void_p(_ANY_ADDRESS))
         self.a = _matrix(dtype, size_in, size_out)
         self.b = _matrix(dtype, size_in, num_rows)
         self.d = _matrix(torch.bfloat16, size_out, num_rows)
@@ -136,19 +146,24 @@ _plan = lru_cache(maxsize=None)(_Plan)
 
 
 @lru_cache(maxsize=None)
-def _has_algorithm(dtype: torch.dtype) -> bool:
-    try:
-        _algorithms(256, 256, dtype)
-    except (OSError, RuntimeError, AttributeError):
-        return False
-    return True
-
-
-@lru_cache(maxsize=None)
-def _algorithms(size_out: int, size_in: int, dtype: torch.dtype) -> list[ctypes.Array]:
+def _algorithms(kind: _Kind) -> list[ctypes.Array]:
     """The library's algorithms that need no memory but a counter, its own estimate of the best first; then the same with their
-    tiles in other orders."""
-    plan, (library, handle) = _plan(REFERENCE_ROWS, size_out, size_in, dtype, False), _library()
+    tiles in other orders. None where it has none, or is not there."""
+    try:
+        firsts = _firsts(kind)
+    except (OSError, RuntimeError, AttributeError):
+        return []
+    found: dict[tuple[int, ...], ctypes.Array] = {tuple(algorithm): algorithm for algorithm in firsts}
+    for algorithm in firsts:
+        for order in _ORDERS:
+            other = (c_uint64 * 8)(*algorithm)
+            _library()[0].cublasLtMatmulAlgoConfigSetAttribute(byref(other), _ORDER_OF_TILES, byref(c_int32(order)), c_size_t(4))
+            found.setdefault(tuple(other), other)
+    return [algorithm for algorithm in found.values() if _fits(algorithm, kind, REFERENCE_ROWS) and _fits(algorithm, kind, _FEWEST_ROWS)]
+
+
+def _firsts(kind: _Kind) -> list[ctypes.Array]:
+    plan, (library, handle) = _plan(REFERENCE_ROWS, kind), _library()
     preference, found, num_found = c_void_p(), (_Heuristic * _NUM_ALGORITHMS)(), c_int()
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
     status = library.cublasLtMatmulAlgoGetHeuristic(
@@ -156,18 +171,15 @@ def _algorithms(size_out: int, size_in: int, dtype: torch.dtype) -> list[ctypes.
     )
     library.cublasLtMatmulPreferenceDestroy(preference)
     _check(status)
-    if num_found.value == 0:
-        raise RuntimeError(f"cuBLASLt has no algorithm for products of {dtype}")
-    algorithms = [one.algorithm for one in found[: num_found.value]]
-    for algorithm in [*algorithms]:
-        for order in _ORDERS:
-            other, needs = (c_uint64 * 8)(*algorithm), _Heuristic()
-            library.cublasLtMatmulAlgoConfigSetAttribute(byref(other), _ORDER_OF_TILES, byref(c_int32(order)), c_size_t(4))
-            sizes = plan.operation, plan.a, plan.b, plan.d, plan.d
-            status = library.cublasLtMatmulAlgoCheck(handle, *sizes, byref(other), byref(needs))
-            if not status and needs.workspace <= COUNTER_BYTES and [*other] not in map(list, algorithms):
-                algorithms.append(other)
-    return algorithms
+    return [one.algorithm for one in found[: num_found.value]]
+
+
+def _fits(algorithm: ctypes.Array, kind: _Kind, num_rows: int) -> bool:
+    plan, (library, handle), needs = _plan(num_rows, kind), _library(), _Heuristic()
+    status = library.cublasLtMatmulAlgoCheck(
+        handle, plan.operation, plan.a, plan.b, plan.d, plan.d, byref(algorithm), byref(needs)
+    )
+    return status == 0 and needs.workspace <= COUNTER_BYTES
 
 
 def _same_bytes(rows: Rows, linear: Linear, out: torch.Tensor, algorithms: list[ctypes.Array]) -> list[ctypes.Array]:
@@ -181,8 +193,10 @@ def _same_bytes(rows: Rows, linear: Linear, out: torch.Tensor, algorithms: list[
     return same
 
 
-def _described(size_out: int, size_in: int, dtype: torch.dtype) -> str:
-    return f"cuBLASLt {_library()[0].cublasLtGetVersion()}, {dtype}, {size_out} x {size_in}"
+def _described(kind: _Kind) -> str:
+    size_out, size_in, dtype, has_bias = kind
+    bias = " and a bias" if has_bias else ""
+    return f"cuBLASLt {_library()[0].cublasLtGetVersion()}, {dtype}, {size_out} x {size_in}{bias}"
 
 
 @lru_cache(maxsize=1)
