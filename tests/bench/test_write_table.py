@@ -68,7 +68,7 @@ def card_report():
 
 
 def test_a_card_s_table_holds_each_contender_against_the_products_and_against_ours():
-    lines = write_card_table.table([card_report()]).splitlines()
+    lines = write_card_table.speeds([card_report()]).splitlines()
     assert lines[0].startswith("Random weights, so for speed only; 16,384 packed tokens a batch, 128 a sequence")
     assert lines[4:10] == [
         "| **peers**, 3 rounds | | | | |",
@@ -79,7 +79,7 @@ def test_a_card_s_table_holds_each_contender_against_the_products_and_against_ou
         "| m vllm bf16 16384 | 45 |  |  | ours: fp8 2.00 times |",
     ]
     versions = "driver 1, CUDA 13, torch 2, Triton 3, vLLM 0.25.1; commit abc."
-    assert lines[-2:] == ["left out: x.", f"a card, SM clock 1,400 to 1,500 MHz, {versions}"]
+    assert lines[-2:] == ["left out: x.", f"peers: a card, SM clock 1,400 to 1,500 MHz, {versions}"]
 
 
 def test_a_run_s_line_has_its_share_of_the_card_s_speed_and_of_the_disk_s():
@@ -87,12 +87,30 @@ def test_a_run_s_line_has_its_share_of_the_card_s_speed_and_of_the_disk_s():
     rows = [{"name": name, "tokens_per_s": 10, "rounds_ms": [1]} for name in ("m fp8 passes", "dd to disk", "m fp8 run to disk")]
     ratios = {"m fp8 run to disk / m fp8 passes": 0.5, "m fp8 run to disk / dd to disk": 0.95}
     report["sittings"].append({"name": "states", "rows": rows, "ratios": ratios, "clocks_mhz": [1500]})
-    lines = write_card_table.table([report]).splitlines()
+    lines = write_card_table.speeds([report]).splitlines()
     assert lines[10:14] == [
         "| **states**, 1 round | | | | |",
         "| m fp8 passes | 10 |  |  |  |",
         "| dd to disk | 10 |  |  |  |",
         "| m fp8 run to disk | 10 |  |  | 0.500 of m fp8 passes, 0.950 of dd to disk |",
+    ]
+
+
+def test_datasets_and_fidelity_have_tables_of_their_own():
+    machine = {"card": "a card", "driver": "1", "torch": "2", "commit": "abc"}
+    median = {"engine tokens/s": 2000.4, "run tokens/s": 1900, "ratio": 0.95, "ratio of a million": 0.96}
+    dataset = {"machine": machine, "median": median, "rounds": [median] * 3, "model": "m", "precision": "fp8", "rows": 50000, "length": 128, "format": "jsonl"}
+    row = {"mean": 0.99981, "quantile": 0.998, "min": 0.99685, "rows": 1200}
+    lowest = {"median": 0.997, "min": 0.99, "max": 0.999}
+    drawn = {"num_draws": 9, "lowest": lowest, "share_of_draws_at_least": 0.88, "share_below_by_prompt": {}}
+    fidelity = {"machine": machine, "model": "m", "num_prompts": 200, "num_tokens": 7788, "cosines": {"bfloat16": {"final@last": row}}, "draws": {"fp8": drawn}}
+    lines = write_card_table.tables([fidelity, dataset]).splitlines()
+    assert lines[2] == "| m fp8, 50,000 x 128 ids, jsonl, 3 rounds | 2,000 | 1,900 | 0.950 | 0.960 |"
+    assert lines[4] == "a card, driver 1, torch 2; commit abc."
+    assert lines[8] == "| m, bfloat16 | final@last | 0.999810 | 0.99800 | 0.99685 | 1,200 |"
+    assert lines[10:] == [
+        "Lowest final@last of 9 draws of rounding errors, fp8: median 0.99700, 0.99000 to 0.99900, at least 0.995 in 88%.",
+        "200 held-out prompts, 7,788 tokens. a card, driver 1, torch 2; commit abc.",
     ]
 
 

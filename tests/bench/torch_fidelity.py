@@ -20,6 +20,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import machine
 import numpy as np
 import torch
 from torch_models import DEVICE
@@ -68,12 +69,13 @@ class Prompts:
 def main() -> None:
     arguments = _arguments()
     harm = load_recipe(arguments.recipe).fp8_harm
-    report = measured(
+    on = machine.card(arguments.commit) if DEVICE.type == "cuda" else {"card": "CPU, plain operations", "commit": arguments.commit}
+    report = {"machine": on} | measured(
         arguments.checkpoint, harm, arguments.contract, arguments.prompts, has_fixed=arguments.fixed, num_draws=arguments.draws
     )
     print_report(report)
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1))
+        Path(arguments.json).write_text(json.dumps(report, indent=1))
 
 
 @torch.inference_mode()
@@ -115,7 +117,6 @@ def measured(
                 found[f"{name}, one scale for all rows of an input"] = _cosines(states(plain, decoder), right)
         return {
             "model": checkpoint.name,
-            "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU, plain operations",
             "num_prompts": prompts.num_prompts,
             "num_tokens": prompts.num_tokens,
             "fp8_harm": harm,
@@ -192,7 +193,7 @@ def _cosines(found: dict[Tap, torch.Tensor], right: dict[Tap, torch.Tensor]) -> 
 
 def print_report(report: dict) -> None:
     print(
-        f"{report['model']} on {report['device']}: {report['num_prompts']} prompts, {report['num_tokens']:,} tokens; cosine of each row with "
+        f"{report['model']} on {report['machine']['card']}: {report['num_prompts']} prompts, {report['num_tokens']:,} tokens; cosine of each row with "
         f"float32; fp8_harm {report['fp8_harm']:g}; {report['seconds']} s"
     )
     for name, taps in report["cosines"].items():
@@ -208,14 +209,13 @@ def print_report(report: dict) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = machine.arguments(__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--recipe", required=True, help="name or file: its fp8_harm is what FP8 is held to")
     parser.add_argument("--contract", type=Path, help="of an FP8 engine of the checkpoint: what it keeps is not measured again")
     parser.add_argument("--prompts", type=Path, default=Path("tests/data/held_out.jsonl"))
     parser.add_argument("--fixed", action="store_true", help="FP8 with calibrated scales of inputs, too: plain operations, slow")
     parser.add_argument("--draws", type=int, default=0, help="runs of each precision with other rounding errors; half a CPU minute each")
-    parser.add_argument("--json", type=Path, help="write the report to this file")
     return parser.parse_args()
 
 

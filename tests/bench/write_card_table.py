@@ -1,8 +1,10 @@
-"""Writes the card's table of README.md from reports of torch_h200.py and card_runs.py, which the card's machine wrote.
+"""Writes the card's tables of README.md from reports of the card's benchmarks, which the card's machine wrote.
 
-    python tests/bench/torch_h200.py --json torch.json             # on the card
-    python tests/bench/card_runs.py FOLDER --json runs.json        # on the card
-    python tests/bench/write_card_table.py torch.json runs.json [--commit OF_THAT_TREE]
+    python tests/bench/torch_h200.py --json torch.json             # on the card, like the others
+    python tests/bench/card_runs.py FOLDER --json runs.json
+    python tests/bench/file_to_dataset.py ENGINE FOLDER --json dataset.json
+    python tests/bench/torch_fidelity.py CHECKPOINT --recipe smollm2-135m --json fidelity.json
+    python tests/bench/write_card_table.py torch.json runs.json dataset.json fidelity.json [--commit OF_THAT_TREE]
 """
 
 import argparse
@@ -10,12 +12,19 @@ import json
 
 from write_table import README, replaced
 
+LEAST = 0.995
 PRODUCTS = "products alone"
 PEERS = ("transformers", "vllm")
 
 
-def table(reports: list[dict]) -> str:
-    """The reports as Markdown: a line a contender, under its sitting, and what each was measured on."""
+def tables(reports: list[dict]) -> str:
+    """The reports as Markdown, each kind in a table of its own."""
+    kinds = {"sittings": speeds, "median": datasets, "cosines": fidelity}
+    return "\n\n".join(write([r for r in reports if key in r]) for key, write in kinds.items() if any(key in r for r in reports))
+
+
+def speeds(reports: list[dict]) -> str:
+    """Reports of torch_h200.py and card_runs.py: a line a contender, under its sitting, and what each was measured on."""
     lines = ["| | tokens/s | TFLOP/s | of its products alone | beside |", "|---|---:|---:|---:|---|"]
     notes = []
     for report in reports:
@@ -23,7 +32,8 @@ def table(reports: list[dict]) -> str:
             num_rounds = len(part["rows"][0]["rounds_ms"])
             title = f"**{part['name']}**, {num_rounds} round{'s' if num_rounds > 1 else ''}"
             lines += [f"| {title} | | | | |", *(_line(row, part) for row in part["rows"])]
-        notes += [f"{note.partition(chr(10))[0]}." for note in report["notes"]] + [_measured_on(report)]
+        notes += [f"{note.partition(chr(10))[0]}." for note in report["notes"]]
+        notes.append(f"{', '.join(part['name'] for part in report['sittings'])}: {_measured_on(report)}")
     batch = reports[0]["batch"]
     head = (
         f"Random weights, so for speed only; {batch['num_tokens']:,} packed tokens a batch, {batch['length']} a sequence unless said "
@@ -31,6 +41,37 @@ def table(reports: list[dict]) -> str:
         "The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others."
     )
     return "\n".join([head, "", *lines, "", *notes])
+
+
+def datasets(reports: list[dict]) -> str:
+    """Reports of file_to_dataset.py."""
+    lines = ["| from a file of ids to a closed Lance dataset | engine, tokens/s | run, tokens/s | of the engine | a million, extrapolated |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    for report in reports:
+        median = report["median"]
+        what = f"{report['model']} {report['precision']}, {report['rows']:,} x {report['length']} ids, {report['format']}, {len(report['rounds'])} rounds"
+        rates = f"{median['engine tokens/s']:,.0f} | {median['run tokens/s']:,.0f}"
+        lines.append(f"| {what} | {rates} | {median['ratio']:.3f} | {median['ratio of a million']:.3f} |")
+    return "\n".join([*lines, "", *(_measured_on(report) for report in reports)])
+
+
+def fidelity(reports: list[dict]) -> str:
+    """Reports of torch_fidelity.py: cosines of rows with float32."""
+    lines = ["| cosine with float32 | tap | mean | 0.1 % quantile | minimum | rows |", "|---|---|---:|---:|---:|---:|"]
+    notes = []
+    for report in reports:
+        for precision, taps in report["cosines"].items():
+            for tap, row in taps.items():
+                figures = f"{row['mean']:.6f} | {row['quantile']:.5f} | {row['min']:.5f} | {row['rows']:,}"
+                lines.append(f"| {report['model']}, {precision} | {tap} | {figures} |")
+        for precision, drawn in report["draws"].items():
+            low = drawn["lowest"]
+            notes.append(
+                f"Lowest final@last of {drawn['num_draws']} draws of rounding errors, {precision}: median {low['median']:.5f}, {low['min']:.5f} to "
+                f"{low['max']:.5f}, at least {LEAST} in {drawn['share_of_draws_at_least']:.0%}."
+            )
+        notes.append(f"{report['num_prompts']} held-out prompts, {report['num_tokens']:,} tokens. {_measured_on(report)}")
+    return "\n".join([*lines, "", *notes])
 
 
 def _line(row: dict, part: dict) -> str:
@@ -59,15 +100,16 @@ def _beside(name: str, ratios: dict[str, float]) -> str:
 
 
 def _measured_on(report: dict) -> str:
-    machine, clocks = report["machine"], [clock for part in report["sittings"] for clock in part["clocks_mhz"]]
+    machine, clocks = report["machine"], [clock for part in report.get("sittings", []) for clock in part["clocks_mhz"]]
     names = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "Triton", "transformers": "transformers", "vllm": "vLLM"}
     versions = ", ".join(f"{name} {machine[key]}" for key, name in names.items() if key in machine)
-    return f"{machine['card']}, SM clock {min(clocks):,} to {max(clocks):,} MHz, {versions}; commit {machine['commit']}."
+    clock = f"SM clock {min(clocks):,} to {max(clocks):,} MHz, " if clocks else ""
+    return f"{machine['card']}, {clock}{versions}; commit {machine['commit']}."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("reports", nargs="+", help="what torch_h200.py and card_runs.py wrote")
+    parser.add_argument("reports", nargs="+", help="what the card's benchmarks wrote")
     parser.add_argument("--commit", help="of the tree that was measured, where its history was elsewhere")
     arguments = parser.parse_args()
     reports = []
@@ -76,7 +118,7 @@ def main() -> None:
             reports.append(json.load(file))
         if arguments.commit:
             reports[-1]["machine"]["commit"] = arguments.commit
-    README.write_text(replaced(README.read_text(encoding="utf-8"), table(reports), "card"), encoding="utf-8")
+    README.write_text(replaced(README.read_text(encoding="utf-8"), tables(reports), "card"), encoding="utf-8")
 
 
 if __name__ == "__main__":
