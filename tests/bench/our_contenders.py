@@ -143,15 +143,16 @@ def _products_alone(engine: TorchEngine, name: str, a: Architecture, sizes: Size
 
 
 def _product_sizes(a: Architecture) -> tuple[int, int]:
-    """Weights of a layer's product of queries, keys and values; and of its other products."""
+    """Weights of a layer's product of keys and values; and of its other products."""
     q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    return a.hidden_size * (q_size + 2 * kv_size), a.hidden_size * q_size + 3 * a.hidden_size * a.intermediate_size
+    return a.hidden_size * 2 * kv_size, a.hidden_size * 2 * q_size + 3 * a.hidden_size * a.intermediate_size
 
 
 def _flops(a: Architecture, lengths: list[int]) -> int:
-    """What a pass to ``final@last`` computes: every product for every token, but in the last layer, after its attention, for
-    last rows alone; and causal attention, 4 x q x length x (length + 1) / 2 a layer and sequence."""
-    first, rest = _product_sizes(a)
-    num_tokens, attention = sum(lengths), sum(2 * n * (n + 1) for n in lengths) * a.num_heads * a.head_dim
-    skipped = 2 * (num_tokens - len(lengths)) * rest
-    return a.num_layers * (2 * num_tokens * (first + rest) + attention) - skipped
+    """What a pass to ``final@last`` computes: every product for every token, but in the last layer all except keys and values for
+    last rows alone; and causal attention, 4 x q a query and key that it sees."""
+    keys_and_values, rest = _product_sizes(a)
+    num_tokens, q_size = sum(lengths), a.num_heads * a.head_dim
+    products = 2 * (a.num_layers * num_tokens * keys_and_values + ((a.num_layers - 1) * num_tokens + len(lengths)) * rest)
+    pairs = (a.num_layers - 1) * sum(n * (n + 1) // 2 for n in lengths) + num_tokens
+    return products + 4 * q_size * pairs

@@ -158,8 +158,8 @@ def test_a_peer_s_checkpoint_is_a_llama_of_weights_like_ours(tmp_path):
 
 
 def test_the_operations_of_a_pass_are_those_that_it_computes():
-    """Two sequences, one layer: queries, keys and values of every token, the rest of the layer for two rows."""
-    a = dataclasses.replace(TINY["qwen3-8b"], num_layers=1)
-    assert _product_sizes(a) == (32 * (64 + 2 * 16), 32 * 64 + 3 * 32 * 48)
-    attention = 4 * 64 * (1 + 2 + 3 + 1 + 2)
-    assert _flops(a, [3, 2]) == 2 * 5 * 3072 + 2 * 2 * 6656 + attention
+    """Two sequences, two layers: the second computes keys and values of every token, and the rest for two rows."""
+    a = dataclasses.replace(TINY["qwen3-8b"], num_layers=2)
+    assert _product_sizes(a) == (32 * 2 * 16, 32 * 2 * 64 + 3 * 32 * 48)
+    attention = 4 * 64 * ((1 + 2 + 3 + 1 + 2) + (3 + 2))
+    assert _flops(a, [3, 2]) == 2 * (2 * 5 * 1024 + (5 + 2) * 8704) + attention

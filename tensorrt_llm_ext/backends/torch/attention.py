@@ -7,6 +7,8 @@ not depend on the batch. What is launched depends on the computed rows, on the s
 longer than a tile, so that few launches can be kept for every batch.
 
 The two halves of a query or key are kept apart: rope turns them against each other, and their dot products add.
+
+Where only last rows are asked for, ``_last`` computes a head of one query a program; so few need no matrix unit.
 """
 
 from __future__ import annotations
@@ -57,6 +59,28 @@ def attention(
     _long[(heads.num_heads, 2 * len(where.tiles))](
         qkv, *given, where.tiles, *tables, q_norm, eps, scale, qkv.stride(0), values.stride(0), *sizes, **shape, **is_fp8,
         BN=64, STAGES=3, num_warps=4,
+    )  # fmt: skip
+
+
+def last_attention(
+    queries: torch.Tensor,
+    keys_and_values: torch.Tensor,
+    last_token_ids: torch.Tensor,
+    heads: Heads,
+    rope: Rope,
+    norms: HeadNorms | None,
+    where: Layout,
+    out: Rows,
+) -> None:
+    """See ``plain.last_attention``."""
+    half, values, scales = heads.head_dim // 2, out.values, out.values if out.scales is None else out.scales
+    q_norm, k_norm, eps = (rope.cos, rope.cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+    _last[(heads.num_heads, len(last_token_ids))](
+        queries, keys_and_values, last_token_ids, values, scales, out.input_scale or 1.0, where.starts, where.lengths, rope.cos,
+        rope.sin, q_norm, k_norm, eps, heads.head_dim**-0.5 * _LOG2_E, queries.stride(0), keys_and_values.stride(0),
+        values.stride(0), len(where.lengths), heads.num_heads, heads.num_kv_heads, HALF_DIM=half,
+        HALF=max(16, triton.next_power_of_2(half)), HAS_NORM=norms is not None, IS_FP8=out.scales is not None, BN=64,
+        BLOCK=1024, num_warps=4,
     )  # fmt: skip
 
 
@@ -185,6 +209,53 @@ def _short(
         total = tl.sum(weights, 1) + tl.sum(first_weights, 1)
     rows, is_row = start + first + own, first + own < length
     _write(mixed, total, out, scales, input_scale, rows, is_row, out_stride, head, HALF_DIM, HALF, IS_FP8)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _last(
+    queries, keys_and_values, last_token_ids, out, scales, input_scale, starts, lengths, cos_table, sin_table, q_norm, k_norm, eps,
+    scale, q_stride, stride, out_stride, num_sequences, num_heads, num_kv_heads, HALF_DIM: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one query, which sees the keys of its sequence up to its own; each is read once."""
+    head = tl.program_id(0)
+    row = tl.program_id(1) + tl.arange(0, 1)
+    end = tl.load(last_token_ids + tl.program_id(1))
+    start = 0
+    for base in range(0, num_sequences, BLOCK):  # the sequence that the row lies in begins last of those before it
+        others = base + tl.arange(0, BLOCK)
+        is_there = tl.load(lengths + others, mask=others < num_sequences, other=0) > 0
+        begins = tl.load(starts + others, mask=is_there, other=0)
+        start = tl.maximum(start, tl.max(tl.where(begins < end, begins, 0)))
+    half = tl.arange(0, HALF)[None, :]
+    whole = tl.arange(0, 2 * HALF)[None, :]
+    own = (end - 1 - start) * HALF_DIM + half
+    q = queries + row[:, None] * q_stride + head * 2 * HALF_DIM + half
+    q1, q2 = _turned(q, half < HALF_DIM, cos_table, sin_table, own, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    q1, q2 = q1.to(tl.float32), q2.to(tl.float32)
+    k = keys_and_values + start.to(tl.int64) * stride + head // (num_heads // num_kv_heads) * 2 * HALF_DIM
+    v = k + num_kv_heads * 2 * HALF_DIM
+    highest = tl.full([1], -1.0e30, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([1, 2 * HALF], tl.float32)
+    for base in range(0, end - start, BN):
+        keys = base + tl.arange(0, BN)
+        is_key = (keys < end - start)[:, None]
+        rows = keys.to(tl.int64)[:, None] * stride
+        at = keys[:, None] * HALF_DIM + half
+        k1, k2 = _turned(
+            k + rows + half, is_key & (half < HALF_DIM), cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM
+        )
+        scores = tl.sum(q1 * k1.to(tl.float32) + q2 * k2.to(tl.float32), 1) * scale
+        scores = tl.where(keys < end - start, scores, -1.0e30)
+        higher = tl.maximum(highest, tl.max(scores, 0))
+        weights = tl.exp2(scores - higher)
+        shrunk = tl.exp2(highest - higher)
+        values = tl.load(v + rows + whole, mask=is_key & (whole < 2 * HALF_DIM), other=0.0).to(tl.float32)
+        mixed = mixed * shrunk[:, None] + tl.sum(weights[:, None] * values, 0)[None, :]
+        total = total * shrunk + tl.sum(weights, 0)
+        highest = higher
+    _write(mixed, total, out, scales, input_scale, row, row >= 0, out_stride, head, HALF_DIM, HALF, IS_FP8)
 
 
 @triton.jit

@@ -9,7 +9,8 @@
         give out the taps of this layer                       # from x + delta
 
 What a layer's products add to the stream is ``delta`` until the next norm adds it, in the pass that it makes anyway. Where
-nothing after the highest layer's attention is asked for but last rows, only those are computed from there on.
+nothing but last rows is asked for after the highest layer, it computes keys and values of every row, and all else of last
+rows alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ class Layer:
     gate_up: Linear
     down: Linear
 
+    def queries(self, heads: Heads) -> Linear:
+        """The part of ``qkv`` that makes queries."""
+        return self.qkv.part(0, heads.q_size)
+
+    def keys_and_values(self, heads: Heads) -> Linear:
+        """The part of ``qkv`` that makes keys and values."""
+        return self.qkv.part(heads.q_size, heads.fused_size)
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -62,12 +71,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Layers between two taps: ``first`` to ``last``, from 1. Of one that ends in attention, the rest is computed for last
-    rows only."""
+    """Layers between two taps, of every row: ``first`` to ``last``, from 1."""
 
     first: int
     last: int
-    ends_in_attention: bool
 
 
 Run = Callable[[ModuleType, Decoder, Workspace, Layout, Stretch], None]
@@ -77,27 +84,26 @@ def forward(operations: ModuleType, decoder: Decoder, space: Workspace, batch: B
     """Fill the batch's outputs. ``operations`` is the module ``plain`` or ``kernels``; ``run`` runs stretches: ``run_stretch``
     or another way to the same."""
     op, run = operations, run or run_stretch
-    num_tokens, last = len(batch.input_ids), batch.last_token_ids
+    num_tokens, last, num_layers = len(batch.input_ids), batch.last_token_ids, len(decoder.layers)
     space = space.of(num_tokens)
     where = op.layout(batch.sequence_lengths, batch.longest, num_tokens, len(space.x), space.places)
     op.embed(batch.input_ids, decoder.embedding, space.x)
     _give(op, decoder, space, batch, where, 0, last)
-    for stretch in stretches(tuple(batch.outputs), len(decoder.layers)):
+    for stretch in stretches(tuple(batch.outputs), num_layers):
         run(op, decoder, space, where, stretch)
-        if stretch.ends_in_attention:
-            layer = decoder.layers[stretch.last - 1]
-            space, last = _last_rows(op, space, last, layer), None
-            _after_attention(op, layer, space)
         _give(op, decoder, space, batch, where, stretch.last, last)
+    if only_last_rows(tuple(batch.outputs), num_layers):
+        few = _last_layer(op, decoder, space, where, last)
+        _give(op, decoder, few, batch, where, num_layers, None)
 
 
 def stretches(taps: tuple[Tap, ...], num_layers: int) -> tuple[Stretch, ...]:
-    """Divide the layers at the taps."""
-    ends = sorted({tap.layer for tap in taps} - {0})
-    only_last = only_last_rows(taps, num_layers)
-    return tuple(
-        Stretch(before + 1, end, only_last and end == num_layers) for before, end in zip([0, *ends], ends, strict=False)
-    )
+    """Divide the layers at the taps; without the highest where only last rows are taken after it."""
+    ends = {tap.layer for tap in taps} - {0}
+    if only_last_rows(taps, num_layers):
+        ends = (ends - {num_layers}) | ({num_layers - 1} - {0})
+    ordered = sorted(ends)
+    return tuple(Stretch(before + 1, end) for before, end in zip([0, *ordered], ordered, strict=False))
 
 
 def run_stretch(op: ModuleType, decoder: Decoder, space: Workspace, where: Layout, stretch: Stretch) -> None:
@@ -107,18 +113,39 @@ def run_stretch(op: ModuleType, decoder: Decoder, space: Workspace, where: Layou
         h = space.rows("hidden", layer.qkv)
         op.add_norm(space.x, _delta(op, decoder, space, number - 1), layer.attention_norm, h)
         op.multiply(h, layer.qkv, space.qkv)
-        is_end = number == stretch.last and stretch.ends_in_attention
-        is_direct = not is_end and (layer.o.input_scale is not None or not layer.o.is_fp8)
-        attended = space.rows("attended", layer.o) if is_direct else Rows(space.attended)
-        op.attention(space.qkv, decoder.heads, decoder.rope, layer.head_norms, where, attended)
-        if is_end:
-            return
-        if not is_direct:
-            op.gather(space.attended, None, space.rows("attended", layer.o))
+        op.attention(space.qkv, decoder.heads, decoder.rope, layer.head_norms, where, _attended(space, layer))
         _after_attention(op, layer, space)
 
 
+def _last_layer(op: ModuleType, decoder: Decoder, space: Workspace, where: Layout, last: torch.Tensor) -> Workspace:
+    """Compute the highest layer for last rows alone; the workspace that they are in."""
+    layer, heads, few = decoder.layers[-1], decoder.heads, space.last_rows(len(last))
+    q, kv = layer.queries(heads), layer.keys_and_values(heads)
+    queries, keys_and_values = few.narrow(heads.q_size), space.narrow(2 * heads.kv_size)
+    h = space.rows("hidden", kv)
+    op.add_norm(space.x, _delta(op, decoder, space, len(decoder.layers) - 1), layer.attention_norm, h)
+    op.multiply(h, kv, keys_and_values)
+    op.take(space.x, None, last, None, few.x[: len(last)])
+    h = few.rows("hidden", q)
+    op.add_norm(few.x, None, layer.attention_norm, h)
+    op.multiply(h, q, queries)
+    op.last_attention(queries, keys_and_values, last, heads, decoder.rope, layer.head_norms, where, _attended(few, layer))
+    _after_attention(op, layer, few)
+    return few
+
+
+def _attended(space: Workspace, layer: Layer) -> Rows:
+    """Where attention writes: what the next product reads, unless that has a scale a row, which takes all heads to find."""
+    return space.rows("attended", layer.o) if _is_direct(layer) else Rows(space.attended)
+
+
+def _is_direct(layer: Layer) -> bool:
+    return layer.o.input_scale is not None or not layer.o.is_fp8
+
+
 def _after_attention(op: ModuleType, layer: Layer, space: Workspace) -> None:
+    if not _is_direct(layer):
+        op.quantise(space.attended, space.rows("attended", layer.o))
     op.multiply_add(space.rows("attended", layer.o), layer.o, space.x, space.delta)
     h = space.rows("hidden", layer.gate_up)
     op.add_norm(space.x, None if op.adds_itself(layer.o) else space.delta, layer.mlp_norm, h)
@@ -136,14 +163,6 @@ def _delta(op: ModuleType, decoder: Decoder, space: Workspace, layer: int) -> to
 def only_last_rows(taps: tuple[Tap, ...], num_layers: int) -> bool:
     """Say whether nothing but last rows is taken after the highest layer."""
     return all(tap.rows == "last" for tap in taps if tap.layer == num_layers)
-
-
-def _last_rows(op: ModuleType, space: Workspace, last: torch.Tensor, layer: Layer) -> Workspace:
-    """Leave the other rows behind: the workspace of the rest of the pass."""
-    few = space.last_rows(len(last))
-    op.gather(space.attended, last, few.rows("attended", layer.o))
-    op.take(space.x, None, last, None, few.x[: len(last)])
-    return few
 
 
 def _give(

@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 
 from tensorrt_llm_ext.backends.torch import cublaslt
-from tensorrt_llm_ext.backends.torch.attention import attention, layout
+from tensorrt_llm_ext.backends.torch.attention import attention, last_attention, layout
 from tensorrt_llm_ext.backends.torch.values import Layout, Linear, Norm, Rows
 
-__all__ = ["add_norm", "adds_itself", "attention", "embed", "gather", "layout", "mean", "multiply", "multiply_add", "swiglu", "take"]
+__all__ = [
+    "add_norm", "adds_itself", "attention", "embed", "last_attention", "layout", "mean", "multiply", "multiply_add", "quantise",
+    "swiglu", "take",
+]  # fmt: skip
 
 _MEAN_ROWS, _MEAN_COLUMNS = 32, 128
 _SPARED = 2048  # lanes: what a third piece of a row must spare, or two are quicker
@@ -46,12 +49,12 @@ def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
     )  # fmt: skip
 
 
-def gather(rows: torch.Tensor, last_token_ids: torch.Tensor | None, out: Rows) -> None:
-    """See ``plain.gather``."""
-    num_rows, size = len(rows) if last_token_ids is None else len(last_token_ids), rows.shape[1]
-    _gather[(num_rows,)](
-        rows, rows if last_token_ids is None else last_token_ids, out.values, _scales(out), size, out.input_scale or 0.0,
-        IS_INDEXED=last_token_ids is not None, IS_FP8=out.scales is not None, IS_FIXED=out.input_scale is not None, **_row(size),
+def quantise(rows: torch.Tensor, out: Rows) -> None:
+    """See ``plain.quantise``."""
+    size = rows.shape[1]
+    _quantise[(len(rows),)](
+        rows, out.values, _scales(out), size, out.input_scale or 0.0, IS_FP8=out.scales is not None,
+        IS_FIXED=out.input_scale is not None, **_row(size),
     )  # fmt: skip
 
 
@@ -244,15 +247,11 @@ def _swiglu(gate_up, values, scales, size, input_scale, IS_FP8: tl.constexpr, IS
 
 
 @triton.jit
-def _gather(rows, last_token_ids, values, scales, size, input_scale, IS_INDEXED: tl.constexpr,
-            IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _quantise(rows, values, scales, size, input_scale, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    source = index
-    if IS_INDEXED:
-        source = tl.load(last_token_ids + index).to(tl.int64) - 1
-    row = tl.load(rows + source * size + columns, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows + index * size + columns, mask=inside, other=0.0).to(tl.float32)
     _write(row, values, scales, index, size, input_scale, columns, inside, IS_FP8, IS_FIXED)
 
 

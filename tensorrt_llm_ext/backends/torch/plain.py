@@ -42,14 +42,28 @@ def attention(
 ) -> None:
     """Rotate queries and keys of ``qkv`` ``[M, fused]`` and write causal grouped-query attention to ``out`` ``[M, q]``, which
     is FP8 only by a fixed scale: no head knows the others' values."""
-    sizes = (heads.q_size, heads.kv_size, heads.kv_size)
     for start, length in zip(where.starts.tolist(), where.lengths.tolist(), strict=True):
-        rows = slice(start, start + length)
-        q, k, v = (part.unflatten(1, (-1, heads.head_dim)).transpose(0, 1) for part in qkv[rows].split(sizes, dim=1))
-        q, k = _turned(q, rope, norms and norms.q, norms), _turned(k, rope, norms and norms.k, norms)
-        o = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        scales = None if out.scales is None else out.scales[rows]
-        write_rows(o.transpose(0, 1).flatten(1).float(), replace(out, values=out.values[rows], scales=scales))
+        own = slice(start, start + length)
+        q, kv = qkv[own].split([heads.q_size, 2 * heads.kv_size], dim=1)
+        _write_attention(q, kv, heads, rope, norms, out, own)
+
+
+def last_attention(
+    queries: torch.Tensor,
+    keys_and_values: torch.Tensor,
+    last_token_ids: torch.Tensor,
+    heads: Heads,
+    rope: Rope,
+    norms: HeadNorms | None,
+    where: Layout,
+    out: Rows,
+) -> None:
+    """The same for the rows alone that ``last_token_ids`` (int32 ``[B]``, 1-based) names, wherever in its sequence each lies:
+    ``queries`` and ``out`` ``[B or more, q]`` have a row for each, ``keys_and_values`` ``[M, 2 kv]`` one a token."""
+    for index, end in enumerate(last_token_ids.tolist()):
+        start = int(where.starts[where.starts < end].max())
+        own = slice(index, index + 1)
+        _write_attention(queries[own], keys_and_values[start:end], heads, rope, norms, out, own)
 
 
 def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
@@ -58,11 +72,9 @@ def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
     write_rows(functional.silu(gate) * up, out)
 
 
-def gather(rows: torch.Tensor, last_token_ids: torch.Tensor | None, out: Rows) -> None:
-    """Write ``rows``, or those that ``last_token_ids`` (int32 ``[B]``, 1-based) names, to the first rows of ``out``."""
-    taken = _taken(rows, last_token_ids)
-    scales = None if out.scales is None else out.scales[: len(taken)]
-    write_rows(taken.float(), replace(out, values=out.values[: len(taken)], scales=scales))
+def quantise(rows: torch.Tensor, out: Rows) -> None:
+    """Write ``rows`` to ``out``, both ``[M, width]``: e4m3, each row with a scale of its own or the fixed one."""
+    write_rows(rows.float(), out)
 
 
 def take(
@@ -140,11 +152,25 @@ def _taken(rows: torch.Tensor, last_token_ids: torch.Tensor | None) -> torch.Ten
     return rows if last_token_ids is None else rows[last_token_ids.long() - 1]
 
 
-def _turned(x: torch.Tensor, rope: Rope, weight: torch.Tensor | None, norms: HeadNorms | None) -> torch.Tensor:
-    """Normalise the heads of ``x`` ``[heads, tokens, head_dim]`` if they are, and rotate them by their positions."""
+def _write_attention(
+    q: torch.Tensor, kv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, out: Rows, own: slice
+) -> None:
+    """Write the attention of a sequence's last rows, one or all, to ``own`` rows of ``out``."""
+    q, k, v = (part.unflatten(1, (-1, heads.head_dim)).transpose(0, 1) for part in (q, *kv.chunk(2, dim=1)))
+    first = k.shape[1] - q.shape[1]
+    q, k = _turned(q, rope, norms and norms.q, norms, first), _turned(k, rope, norms and norms.k, norms)
+    o = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=first == 0, enable_gqa=True)[0]
+    scales = None if out.scales is None else out.scales[own]
+    write_rows(o.transpose(0, 1).flatten(1).float(), replace(out, values=out.values[own], scales=scales))
+
+
+def _turned(
+    x: torch.Tensor, rope: Rope, weight: torch.Tensor | None, norms: HeadNorms | None, first: int = 0
+) -> torch.Tensor:
+    """Normalise the heads of ``x`` ``[heads, tokens, head_dim]`` if they are, and rotate them by their positions from ``first``."""
     heads = x.float()
     if weight is not None:
         heads = normalised(heads, Norm(weight, norms.eps))
-    cos, sin = rope.cos[: x.shape[1]], rope.sin[: x.shape[1]]
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    cos, sin = (table[first : first + x.shape[1]] for table in (rope.cos, rope.sin))
+    one, two = heads.chunk(2, dim=-1)
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)

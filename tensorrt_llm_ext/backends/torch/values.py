@@ -56,6 +56,12 @@ class Linear:
     def is_fp8(self) -> bool:
         return self.scales is not None
 
+    def part(self, start: int, end: int) -> Linear:
+        """The layer of these outputs alone."""
+        scales = None if self.scales is None else self.scales[:, start:end]
+        bias = None if self.bias is None else self.bias[start:end]
+        return Linear(self.weight[start:end], scales, bias, self.input_scale)
+
 
 @dataclass(frozen=True)
 class Heads:

@@ -36,6 +36,10 @@ class Workspace:
         """The buffers of ``batch_size`` last rows, their bucket long."""
         return self.few._cut(rounded(batch_size, LAST_STEP))
 
+    def narrow(self, size: int) -> torch.Tensor:
+        """A buffer ``[M, size]`` in the memory of ``qkv``, for a part of what that holds."""
+        return self.qkv.view(-1)[: len(self.qkv) * size].view(-1, size)
+
     def rows(self, name: str, linear: Linear) -> Rows:
         """The rows that feed ``linear``, in the type it multiplies in."""
         memory = self.inputs[name]

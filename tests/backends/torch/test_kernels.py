@@ -94,13 +94,13 @@ def test_swiglu(is_fp8, size):
     assert_same_rows(found, expected)
 
 
-@pytest.mark.parametrize("operation", ["add_norm", "swiglu", "gather"])
+@pytest.mark.parametrize("operation", ["add_norm", "swiglu", "quantise"])
 def test_a_fixed_scale_saturates_and_a_row_that_is_not_finite_stays_so(operation):
     rows = random(6, 2 * SIZE if operation == "swiglu" else SIZE)
     rows[3, 5], rows[4, 7] = float("nan"), float("inf")
     found, expected = rows_pair(6, SIZE, True, 1 / 512)  # saturates at 0.875
     for module, out in ((kernels, found), (plain, expected)):
-        arguments = {"add_norm": (rows.clone(), None, Norm(random(SIZE, seed=2), 1e-5)), "swiglu": (rows,), "gather": (rows, None)}
+        arguments = {"add_norm": (rows.clone(), None, Norm(random(SIZE, seed=2), 1e-5)), "swiglu": (rows,), "quantise": (rows,)}
         getattr(module, operation)(*arguments[operation], out)
     finite = [0, 1, 2, 5]
     assert torch.equal(found.scales[finite], expected.scales[finite]) and values_of(expected)[finite].abs().max() == 0.875
@@ -115,14 +115,11 @@ def test_a_row_of_zeros_stays_zero_in_fp8():
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize("last", [None, (1, 4, 9)])
-def test_rows_are_gathered(is_fp8, last):
+def test_rows_are_quantised(is_fp8):
     found, expected = rows_pair(9, SIZE, is_fp8)
     for module, out in ((kernels, found), (plain, expected)):
-        module.gather(random(9, SIZE), None if last is None else ids(*last), out)
-    num_rows = 9 if last is None else len(last)
-    scales = [rows.scales and None if rows.scales is None else rows.scales[:num_rows] for rows in (found, expected)]
-    assert_same_rows(Rows(found.values[:num_rows], scales[0]), Rows(expected.values[:num_rows], scales[1]))
+        module.quantise(random(9, SIZE), out)
+    assert_same_rows(found, expected)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -157,6 +154,26 @@ def test_attention_of_packed_sequences(heads, has_norm, input_scale):
         module.attention(qkv.clone(), heads, rope, norms, where, out)
     assert_same_rows(first_rows(found, num_tokens), first_rows(expected, num_tokens))
     assert input_scale not in SATURATING or values_of(expected)[:num_tokens].abs().max() == 448 * torch.tensor(input_scale)
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2, 32), Heads(3, 3, 16), Heads(6, 1, 20)], ids=str)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("input_scale", [None, 0.05, *SATURATING], ids=str)
+def test_attention_of_last_rows_alone(heads, has_norm, input_scale):
+    num_tokens = sum(LENGTHS)
+    ends = (5, 6, 7, 264, 500, 521)  # last rows, a first one, and one in the middle of a sequence that is not its own
+    queries, keys_and_values = random(len(ends) + 2, heads.q_size), random(num_tokens + 11, 2 * heads.kv_size, seed=1)
+    keys_and_values[num_tokens:] = float("nan")
+    angles = torch.arange(max(LENGTHS))[:, None] * torch.logspace(0, -3, heads.head_dim // 2)[None, :]
+    rope = Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    norms = HeadNorms(random(heads.head_dim, seed=3), random(heads.head_dim, seed=4), 1e-6) if has_norm else None
+    found, expected = rows_pair(len(queries), heads.q_size, input_scale is not None, input_scale)
+    for module, out in ((kernels, found), (plain, expected)):
+        space = torch.full((4000,), 7, dtype=torch.int32, device=DEVICE)
+        where = module.layout(ids(*LENGTHS), max(LENGTHS), num_tokens, len(keys_and_values), space)
+        module.last_attention(queries, keys_and_values, ids(*ends), heads, rope, norms, where, out)
+    assert_same_rows(first_rows(found, len(ends)), first_rows(expected, len(ends)))
+    assert values_of(found)[len(ends) :].isnan().all()  # nothing else is written
 
 
 @pytest.mark.gpu
