@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from tensorrt_llm_ext.worker.jetstream_parts import HEADER_BYTES, RAISE_MAX_PAYL
 from tensorrt_llm_ext.worker.wanted import LANES, Lane, Wanted
 
 _PULL_S = 2.0
+_PATIENT_S, _PATIENT_EVERY_S = 0.01, 1.0
 _SETTLINGS = {"ack": b"+ACK", "extend": b"+WPI", "give_back": b"-NAK", "terminate": b"+TERM"}
 _TAKEN, _FULL, _TOO_LARGE = (10071, 10164), (10077, 10047), (10054,)  # the server's error codes
 
@@ -45,6 +47,7 @@ class JetStreamBroker:
         self._js = connection.jetstream
         self._inboxes: dict[str, Any] = {}  # subscription by consumer
         self._buckets: dict[Bucket, Any] = {}
+        self._patient_at: dict[str, float] = {}  # by consumer: when it is asked patiently again
 
     @classmethod
     def open(cls, access: Access, stream: str, *, name: str, on_event: Callable[[str], None] = lambda event: None):
@@ -99,15 +102,23 @@ class JetStreamBroker:
         return self._connection.call(lambda: self._pull("results", f"part-{partition}", num_messages), "pull results")
 
     async def _pull(self, part: str, consumer: str, num_messages: int) -> list[Delivery]:
-        """Ask for messages that are there now; the server ends its answer with a status when they are fewer."""
+        """Ask for messages that are there now; the server ends its answer with a status when they are fewer.
+
+        After a restart a server may count a consumer's messages wrongly (2.9.10 does), and say at once that it has none, for
+        ever. One that may wait for a moment looks at them: so it is asked like that now and then.
+        """
         client = self._connection.client
         if num_messages < 1 or not client.is_connected:
             return []
         if consumer not in self._inboxes:
             self._inboxes[consumer] = await client.subscribe(client.new_inbox())
         inbox = self._inboxes[consumer]
-        request = json.dumps({"batch": num_messages, "no_wait": True}).encode()
-        await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}_{part}.{consumer}", request, inbox.subject)
+        request = {"batch": num_messages, "no_wait": True}
+        if (now := time.monotonic()) > self._patient_at.get(consumer, 0.0):
+            request["expires"] = int(_PATIENT_S * 1e9)
+            self._patient_at[consumer] = now + _PATIENT_EVERY_S
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}_{part}.{consumer}"
+        await client.publish(subject, json.dumps(request).encode(), inbox.subject)
         deliveries: list[Delivery] = []
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             while len(deliveries) < num_messages:
