@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorrt_llm_ext.errors import ExtractionError, LineageError, StoreError
+from tensorrt_llm_ext.errors import LineageError, StoreError
 from tensorrt_llm_ext.fingerprint import fingerprint
 from tensorrt_llm_ext.results.record import Record, WorkItem
 from tensorrt_llm_ext.results.side_by_side import side_by_side
@@ -86,7 +86,7 @@ class StatesStore:
         self._count()
         self._is_group_open = False  # shards are written that wait for the end of their window
         self._written: list[_Written] = []
-        self._error: ExtractionError | None = None
+        self._error: BaseException | None = None
         self._tasks: queue.Queue = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="write shards", daemon=True)
         self._thread.start()
@@ -251,7 +251,7 @@ class StatesStore:
             try:
                 with disk_errors(self.path):
                     self._write(*task) if isinstance(task, tuple) else self._publish(task, is_full=True)
-            except StoreError as error:
+            except BaseException as error:  # handed to the caller, whatever it is: without a thread it would wait for ever
                 self._error = self._error or error
                 self._drop_written()
             finally:

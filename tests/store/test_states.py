@@ -312,21 +312,29 @@ def test_an_index_with_a_gap_or_a_damaged_part_is_refused(tmp_path, header, fill
 
 
 @pytest.mark.parametrize("step", ["write_shard", "write_part", "publish_part"])
-@pytest.mark.parametrize("number, error, place", [(28, DiskFull, 0), (28, DiskFull, 2), (5, StoreError, 1)])
+@pytest.mark.parametrize(
+    "raised, error, place",
+    [
+        (OSError(28, "…"), DiskFull, 0),
+        (OSError(28, "…"), DiskFull, 2),
+        (OSError(5, "…"), StoreError, 1),
+        (RuntimeError("a defect"), RuntimeError, 1),  # of the thread that writes: nobody waits for it for ever
+    ],
+)
 def test_a_failure_while_a_shard_is_written_keeps_what_was_published(
-    tmp_path, header, fill, monkeypatch, step, number, error, place
+    tmp_path, header, fill, monkeypatch, step, raised, error, place
 ):
     expected = filled(tmp_path / "whole", header, fill)
     original, calls = getattr(states, step), iter(range(100))
 
     def failing(*args, **kwargs):
         if next(calls) >= place:
-            raise OSError(number, "…")
+            raise raised
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patched, StatesStore.create(tmp_path / "out", header) as store:
         patched.setattr(states, step, failing)
-        with pytest.raises(StoreError) as caught:
+        with pytest.raises((StoreError, RuntimeError)) as caught:
             for start in range(0, 96, 8):
                 fill(store, range(start, start + 8))
             store.flush()
