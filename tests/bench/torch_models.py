@@ -69,15 +69,15 @@ def random_decoder(a: Architecture, *, is_fp8: bool, max_seq_len: int, seed: int
         values = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
         return values.mul_(size * columns**-0.5)
 
-    def linear(rows: int, columns: int, size: float = 1.0) -> Linear:
-        return _linear([weight(rows, columns, size)], None, is_fp8)
+    def linear(rows: int, columns: int, size: float = 1.0, has_bias: bool = False) -> Linear:
+        return _linear([weight(rows, columns, size)], weight(1, rows)[0] if has_bias else None, is_fp8)
 
     heads = Heads(a.num_heads, a.num_kv_heads, a.head_dim)
     ones = torch.ones(max(a.hidden_size, a.head_dim), dtype=torch.bfloat16, device=device)
     norm, head_norm = Norm(ones[: a.hidden_size], a.norm_eps), ones[: a.head_dim]
 
     def layer() -> Layer:
-        qkv = linear(heads.fused_size, a.hidden_size)
+        qkv = linear(heads.fused_size, a.hidden_size, has_bias=a.has_qkv_bias)
         return Layer(
             attention_norm=norm,
             qkv=qkv,

@@ -17,9 +17,10 @@ if not torch.cuda.is_available():
 
 from torch_models import architecture, contract_of, random_decoder
 
+from tensorrt_llm_ext.backends.torch import cublaslt, plain, trials
 from tensorrt_llm_ext.backends.torch import decoder as decoder_module
+from tensorrt_llm_ext.backends.torch import engine as engine_module
 from tensorrt_llm_ext.backends.torch import graphs as graphs_module
-from tensorrt_llm_ext.backends.torch import plain
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.backends.torch.workspace import make_workspace
 from tensorrt_llm_ext.errors import BackendError
@@ -32,8 +33,8 @@ LIMITS = Limits(max_num_tokens=4096, max_batch_size=128, max_seq_len=1024, max_p
 LENGTHS = (17, 1, 128, 129, 700, 64)
 
 
-def engine_of(family="qwen3", precision="fp8", taps="final@last", is_deterministic=False):
-    a = architecture(family, **SIZES)
+def engine_of(family="qwen3", precision="fp8", taps="final@last", is_deterministic=False, **sizes):
+    a = architecture(family, **{**SIZES, **sizes})
     device = torch.device("cuda", 0)
     with torch.inference_mode():
         decoder = random_decoder(a, is_fp8=precision == "fp8", max_seq_len=LIMITS.max_seq_len)
@@ -122,10 +123,37 @@ def test_every_launch_is_in_a_graph_and_gives_the_bytes_of_launches_one_by_one(p
             assert torch.isfinite(rows.float()).all() and torch.equal(rows, found[name]), (name, lengths)
 
 
-def test_last_rows_alone_are_those_of_the_whole_pass():
-    few, many = (run(engine_of(taps=taps), sequences()) for taps in ("final@last", "final@last,final@all"))
-    cosines = torch.nn.functional.cosine_similarity(few["final_post_last"], many["final_post_last"], dim=-1)
-    assert cosines.min() > 0.999
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+@pytest.mark.parametrize(
+    "family, sizes",
+    [("llama", {}), ("llama", {"num_layers": 1}), ("qwen2", {"has_qkv_bias": True}), ("qwen3", {})],
+    ids=["llama", "one layer", "bias", "qwen3"],
+)
+@pytest.mark.parametrize("has_attended_scale", [True, False])
+def test_last_rows_alone_are_those_of_the_whole_pass(precision, family, sizes, has_attended_scale):
+    found = []
+    for taps in ("final@last", "final@last,final@all"):
+        engine = engine_of(family, precision, taps, **sizes)
+        if not has_attended_scale:
+            layers = tuple(replace(layer, o=replace(layer.o, input_scale=None)) for layer in engine._decoder.layers)
+            engine._decoder, engine._graphs = replace(engine._decoder, layers=layers), None  # graphs are of the decoder before
+        found.append(run(engine, sequences())["final_post_last"])
+    assert torch.nn.functional.cosine_similarity(*found, dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_algorithms_chosen_by_trial_change_no_byte(precision, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cublaslt, "_chosen", {})
+    expected = run(engine_of("llama", precision), sequences())["final_post_last"]
+    assert not cublaslt._chosen
+    monkeypatch.setattr(engine_module, "is_launch_bound", lambda *sizes: False)
+    for tried in (True, False):  # the second time they come from the file
+        cublaslt._chosen.clear()
+        with mock.patch.object(trials, "quickest", side_effect=lambda calls: len(calls) - 1) as quickest:
+            engine = engine_of("llama", precision)
+        assert len(cublaslt._chosen) == 4 and quickest.called == tried
+        assert torch.equal(run(engine, sequences())["final_post_last"], expected)
 
 
 def test_nan_in_one_request_stays_there():

@@ -161,8 +161,8 @@ def _delta(op: ModuleType, decoder: Decoder, space: Workspace, layer: int) -> to
 
 
 def only_last_rows(taps: tuple[Tap, ...], num_layers: int) -> bool:
-    """Say whether nothing but last rows is taken after the highest layer."""
-    return all(tap.rows == "last" for tap in taps if tap.layer == num_layers)
+    """Say whether nothing but last rows is taken after the highest layer, which is one at all."""
+    return num_layers > 0 and all(tap.rows == "last" for tap in taps if tap.layer == num_layers)
 
 
 def _give(

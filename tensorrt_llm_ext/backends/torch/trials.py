@@ -7,7 +7,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -41,11 +40,14 @@ def kept(what: str) -> object:
 def keep(what: str, found: list[int]) -> None:
     """Keep what a trial found. Where that cannot be written the next start tries again."""
     file = _file()
+    hidden = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
-            json.dump({**_read(), _on_this_card(what): found}, written, indent=1)
-        os.replace(written.name, file)
+        try:
+            hidden.write_text(json.dumps({**_read(), _on_this_card(what): found}, indent=1))
+            hidden.replace(file)
+        finally:
+            hidden.unlink(missing_ok=True)
 
 
 def _times(calls: Sequence[Callable[[], None]], places: Iterable[int], at_least_ms: float) -> dict[int, float]:
@@ -78,7 +80,7 @@ def _read() -> dict[str, object]:
 
 
 def _file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "tensorrt_llm_ext" / "trials.json"
 
 

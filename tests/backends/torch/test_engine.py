@@ -39,21 +39,29 @@ def answers(path, work, **options):
         return {record.request_id: {state.tap: state.rows for state in record.states} for record in records}
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_every_tap_of_every_family_is_that_of_transformers(family, engines, checkpoints):
-    path, work = engines(family), items()
+def check_against_transformers(path, checkpoint_path, num_taps):
+    work, taps = items(), read_contract(path).taps
     found = answers(path, work)
-    with open_checkpoint(checkpoints[family]) as checkpoint:
+    with open_checkpoint(checkpoint_path) as checkpoint:
         states = {
             (layer, norm): rows for layer, norm, rows in reference_states(checkpoint, [item.token_ids for item in work])
         }
-    taps = read_contract(path).taps
-    assert len(taps) == 10
+    assert len(taps) == num_taps
     for index, item in enumerate(work):
         for tap in taps:
             rows = states[tap.layer, tap.norm][index]
             expected = {"all": rows, "last": rows[-1:], "mean": rows.mean(0, keepdims=True)}[tap.rows]
             np.testing.assert_allclose(found[item.request_id][tap], expected, atol=ATOL, rtol=ATOL, err_msg=str(tap))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_tap_of_every_family_is_that_of_transformers(family, engines, checkpoints):
+    check_against_transformers(engines(family), checkpoints[family], num_taps=10)
+
+
+@pytest.mark.parametrize("taps", ["layer:0@last", "layer:1@last", "layer:0@mean,layer:1@last"])
+def test_the_lowest_taps_are_those_of_transformers(taps, engines, checkpoints):
+    check_against_transformers(engines("qwen2", taps=taps), checkpoints["qwen2"], num_taps=len(taps.split(",")))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

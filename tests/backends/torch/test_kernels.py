@@ -161,7 +161,7 @@ def test_attention_of_packed_sequences(heads, has_norm, input_scale):
 @pytest.mark.parametrize("input_scale", [None, 0.05, *SATURATING], ids=str)
 def test_attention_of_last_rows_alone(heads, has_norm, input_scale):
     num_tokens = sum(LENGTHS)
-    ends = (5, 6, 7, 264, 500, 521)  # last rows, a first one, and one in the middle of a sequence that is not its own
+    ends = (*range(1, num_tokens, 8), num_tokens)  # more of them than sequences, in any place
     queries, keys_and_values = random(len(ends) + 2, heads.q_size), random(num_tokens + 11, 2 * heads.kv_size, seed=1)
     keys_and_values[num_tokens:] = float("nan")
     angles = torch.arange(max(LENGTHS))[:, None] * torch.logspace(0, -3, heads.head_dim // 2)[None, :]
