@@ -169,6 +169,7 @@ def _lowest(cosines: torch.Tensor) -> dict:
     below = (cosines < LEAST).float().mean(0)
     return {
         "num_draws": len(cosines),
+        "least": LEAST,
         "lowest": {"median": lowest.median().item(), "min": lowest.min().item(), "max": lowest.max().item()},
         "share_of_draws_at_least": (lowest >= LEAST).float().mean().item(),
         "share_below_by_prompt": {str(index): below[index].item() for index in below.nonzero()[:, 0].tolist()},

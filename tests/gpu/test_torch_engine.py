@@ -123,13 +123,12 @@ def test_every_launch_is_in_a_graph_and_gives_the_bytes_of_launches_one_by_one(p
             assert torch.isfinite(rows.float()).all() and torch.equal(rows, found[name]), (name, lengths)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("precision, has_attended_scale", [("bfloat16", True), ("fp8", True), ("fp8", False)])
 @pytest.mark.parametrize(
     "family, sizes",
     [("llama", {}), ("llama", {"num_layers": 1}), ("qwen2", {"has_qkv_bias": True}), ("qwen3", {})],
     ids=["llama", "one layer", "bias", "qwen3"],
 )
-@pytest.mark.parametrize("has_attended_scale", [True, False])
 def test_last_rows_alone_are_those_of_the_whole_pass(precision, family, sizes, has_attended_scale):
     found = []
     for taps in ("final@last", "final@last,final@all"):

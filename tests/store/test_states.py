@@ -2,8 +2,10 @@
 
 import json
 import resource
+import time
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +16,7 @@ from store_answers import SHARD_ROWS, make_answer, make_header, make_states_head
 
 from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, LineageError, StoreError, TapError
 from tensorrt_llm_ext.results import side_by_side
-from tensorrt_llm_ext.store import SHARD_BYTES, StatesStore, VectorStore, states
+from tensorrt_llm_ext.store import SHARD_BYTES, StatesStore, VectorStore, shard, states
 
 NUM_TOKENS = [1 + row * 7 % 6 for row in range(200)]
 
@@ -210,6 +212,24 @@ def test_a_record_that_is_not_its_work_item_s_is_not_taken(tmp_path, header):
         store.commit(4)
         store.flush()
         assert store.num_rows == 0
+
+
+def test_a_shard_of_many_blocks_is_whole_whichever_of_them_is_written_first(tmp_path, monkeypatch):
+    tensors = {"a": np.random.default_rng(0).integers(0, 256, (7, 9001), np.uint8), "b": np.arange(12_345, dtype=np.int32)}
+    write, turns = shard._write, count()
+
+    def slow_now_and_then(*arguments):
+        time.sleep(0.02 * (next(turns) % 2 == 0))
+        write(*arguments)
+
+    monkeypatch.setattr(shard, "_BLOCK_BYTES", 8192)
+    monkeypatch.setattr(shard, "_write", slow_now_and_then)
+    file = shard.write_shard(tmp_path / "shard", tensors, "shard-{hash}", {"key": "value"})
+    content = (tmp_path / "shard").read_bytes()
+    assert next(turns) > 10 and len(content) == file.num_bytes
+    assert file.hash == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+    for name, stored in safetensors.numpy.load(content).items():
+        np.testing.assert_array_equal(stored, tensors[name], strict=True)
 
 
 @pytest.mark.parametrize("num_cores", [2, 16])

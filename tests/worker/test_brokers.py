@@ -5,12 +5,14 @@ import dataclasses
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 from toy_streams import QUICK, result_message, wait_for, wanted_of, work_message
 
 from tensorrt_llm_ext.errors import BrokerError, InputError
 from tensorrt_llm_ext.worker import Access, InProcessBroker, JetStreamBroker, Message, NotPublished, Published
+from tensorrt_llm_ext.worker import jetstream
 from tensorrt_llm_ext.worker.broker import reference_subject, rows_subject
 from tensorrt_llm_ext.worker.wanted import LANES
 
@@ -180,6 +182,30 @@ def test_a_lease_is_taken_once_renewed_by_its_revision_and_ends_by_itself(made):
     assert made.get("leases", "part-0") is None and made.keys("leases") == []
     assert made.put("leases", "part-0", b"mine", revision=renewed) is None
     assert made.put("leases", "part-0", b"other", revision=0) > renewed
+
+
+def test_once_a_second_a_pull_may_wait_for_a_moment(nats_server, wanted, monkeypatch):
+    """A server that was killed may count no messages where there are some: it looks for them only then."""
+    now = [1000.0]
+    monkeypatch.setattr(jetstream, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with JetStreamBroker.open(Access(nats_server.url), "patient", name="test") as broker:
+        broker.create(wanted)
+        client, requests = broker._connection.client, []
+        publish = client.publish
+
+        async def watched(subject, body=b"", *rest, **options):
+            if ".MSG.NEXT." in subject:
+                requests.append("expires" in json.loads(body))
+            await publish(subject, body, *rest, **options)
+
+        monkeypatch.setattr(client, "publish", watched)
+        for step in (0.0, 0.5, 0.4, 0.2, 0.0):
+            now[0] += step
+            assert broker.pull_results(0, 5) == []
+        assert requests == [True, False, False, True, False]
+        broker.publish([result_message()])
+        now[0] += 2
+        assert len(broker.pull_results(0, 5)) == 1 and requests[-1]
 
 
 def test_a_lease_that_ends_while_another_asks_for_it_is_free(nats_server, wanted, monkeypatch):

@@ -38,13 +38,10 @@ def attention(
     qkv: torch.Tensor, heads: Heads, rope: Rope, norms: HeadNorms | None, where: Layout, out: Rows
 ) -> None:
     """See ``plain.attention``."""
-    half, values, scales = heads.head_dim // 2, out.values, out.values if out.scales is None else out.scales
-    q_norm, k_norm, eps = (rope.cos, rope.cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+    (q_norm, k_norm, eps), scale = _norms(norms, rope), heads.head_dim**-0.5 * _LOG2_E
     tables, sizes = (rope.cos, rope.sin), (heads.num_heads, heads.num_kv_heads)
-    scale = heads.head_dim**-0.5 * _LOG2_E
-    shape = dict(HALF_DIM=half, HALF=max(16, triton.next_power_of_2(half)), HAS_NORM=norms is not None, BM=TILE)
-    given = (values, scales, out.input_scale or 1.0)
-    is_fp8 = dict(IS_FP8=out.scales is not None)
+    shape, is_fp8 = dict(**_shape(heads, norms), BM=TILE), dict(IS_FP8=out.scales is not None)
+    given, values = _given(out), out.values
     # What is read together is run together: both halves of a head, then the heads of a sequence.
     _short[(2 * heads.num_heads, len(where.lengths))](
         qkv, *given, where.starts, where.lengths, *tables, q_norm, k_norm, eps, scale, qkv.stride(0), values.stride(0),
@@ -73,15 +70,27 @@ def last_attention(
     out: Rows,
 ) -> None:
     """See ``plain.last_attention``."""
-    half, values, scales = heads.head_dim // 2, out.values, out.values if out.scales is None else out.scales
-    q_norm, k_norm, eps = (rope.cos, rope.cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+    (q_norm, k_norm, eps), scale = _norms(norms, rope), heads.head_dim**-0.5 * _LOG2_E
     _last[(heads.num_heads, len(last_token_ids))](
-        queries, keys_and_values, last_token_ids, values, scales, out.input_scale or 1.0, where.starts, where.lengths, rope.cos,
-        rope.sin, q_norm, k_norm, eps, heads.head_dim**-0.5 * _LOG2_E, queries.stride(0), keys_and_values.stride(0),
-        values.stride(0), len(where.lengths), heads.num_heads, heads.num_kv_heads, HALF_DIM=half,
-        HALF=max(16, triton.next_power_of_2(half)), HAS_NORM=norms is not None, IS_FP8=out.scales is not None, BN=64,
-        BLOCK=1024, num_warps=4,
+        queries, keys_and_values, last_token_ids, *_given(out), where.starts, where.lengths, rope.cos, rope.sin, q_norm, k_norm, eps,
+        scale, queries.stride(0), keys_and_values.stride(0), out.values.stride(0), len(where.lengths), heads.num_heads,
+        heads.num_kv_heads, **_shape(heads, norms), IS_FP8=out.scales is not None, BN=64, BLOCK=1024, num_warps=4,
     )  # fmt: skip
+
+
+def _given(out: Rows) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Where rows are written: values, scales, and the fixed scale; the latter two are not read unless the rows are FP8."""
+    return out.values, out.values if out.scales is None else out.scales, out.input_scale or 1.0
+
+
+def _norms(norms: HeadNorms | None, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The norms of queries and keys; without any something in their place that is not read."""
+    return (rope.cos, rope.cos, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+
+
+def _shape(heads: Heads, norms: HeadNorms | None) -> dict[str, int]:
+    half = heads.head_dim // 2
+    return dict(HALF_DIM=half, HALF=max(16, triton.next_power_of_2(half)), HAS_NORM=norms is not None)
 
 
 def _largest_divisor(num_heads: int) -> int:

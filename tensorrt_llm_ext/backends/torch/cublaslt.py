@@ -49,6 +49,10 @@ _Kind = tuple[int, int, torch.dtype, bool]
 _chosen: dict[_Kind, ctypes.Array] = {}
 
 
+class _LibraryError(RuntimeError):
+    """The library refused a call; its status."""
+
+
 class _Heuristic(ctypes.Structure):
     _fields_ = [
         ("algorithm", c_uint64 * 8),
@@ -74,8 +78,8 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor, *, adds: bool) -> No
 def try_algorithms(rows: Rows, linears: Sequence[Linear], out: torch.Tensor, *, adds: bool) -> None:
     """Choose the algorithm that multiplies ``rows`` by these linears, which are alike, in the least time.
 
-    At a card's limit of power the library's first is up to 6 % slower than the best. Only those take part that give the first
-    one's bytes, so a choice changes no result; it is kept for the process and in the user's cache.
+    The library's estimate of the best knows nothing of a card's limit of power. Only those take part that give the first one's
+    bytes, so a choice changes no result; it is kept for the process and in the user's cache.
     """
     kind = _kind(linears[0])
     if kind in _chosen:
@@ -151,7 +155,7 @@ def _algorithms(kind: _Kind) -> list[ctypes.Array]:
     tiles in other orders. None where it has none, or is not there."""
     try:
         firsts = _firsts(kind)
-    except (OSError, RuntimeError, AttributeError):
+    except (OSError, AttributeError, _LibraryError):
         return []
     found: dict[tuple[int, ...], ctypes.Array] = {tuple(algorithm): algorithm for algorithm in firsts}
     for algorithm in firsts:
@@ -191,10 +195,11 @@ def _same_bytes(rows: Rows, linear: Linear, out: torch.Tensor) -> list[ctypes.Ar
         try:
             for num_rows in (len(out), _FEWEST_ROWS):
                 part = replace(rows, values=rows.values[:num_rows], scales=None if rows.scales is None else rows.scales[:num_rows])
+                out[:num_rows].zero_()  # what another wrote proves nothing
                 _enqueue(part, linear, out[:num_rows], algorithm, adds=False)
                 found += [some.view(torch.int16).clone() for some in (out[:_COMPARED_ROWS], out[-_COMPARED_ROWS:])]
-        except RuntimeError:
-            if not same:  # the library's own
+        except _LibraryError:
+            if expected is None:  # the library's own, which products take that are not tried
                 raise
             continue
         expected = expected or found
@@ -226,4 +231,4 @@ def _matrix(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"cuBLASLt returned status {status} (cublasStatus_t)")
+        raise _LibraryError(f"cuBLASLt returned status {status} (cublasStatus_t)")

@@ -16,8 +16,8 @@ LAST_STEP = 64
 """The same for products of last rows alone."""
 
 DETERMINISTIC_STEP = 1024
-"""Rows of every product of an engine whose results may not depend on the batch by a bit: the library chooses its kernel,
-and with it the order of summation, by the number of rows. For last rows alone: LAST_STEP."""
+"""Rows of every product of an engine whose results may not depend on the batch by a bit, where a library chooses its kernel,
+and with it the order of summation, by the number of rows: torch's, not ``cublaslt``. For last rows alone: LAST_STEP."""
 
 _LAUNCH_BOUND = 5e11
 """Operations of a layer: what an H200 computes in four times the 0.2 ms that its host takes for a layer's launches."""

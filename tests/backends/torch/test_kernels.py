@@ -136,6 +136,12 @@ def test_tapped_rows_are_taken(has_norm, has_delta, last, dtype):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
+def rope_and_norms(heads, has_norm):
+    angles = torch.arange(max(LENGTHS))[:, None] * torch.logspace(0, -3, heads.head_dim // 2)[None, :]
+    norms = HeadNorms(random(heads.head_dim, seed=3), random(heads.head_dim, seed=4), 1e-6) if has_norm else None
+    return Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE)), norms
+
+
 @pytest.mark.parametrize("heads", [Heads(4, 2, 32), Heads(3, 3, 16), Heads(6, 1, 20)], ids=str)
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("input_scale", [None, 0.05, *SATURATING], ids=str)
@@ -143,9 +149,7 @@ def test_attention_of_packed_sequences(heads, has_norm, input_scale):
     num_tokens = sum(LENGTHS)
     qkv = random(num_tokens + 11, heads.fused_size)
     qkv[num_tokens:] = float("nan")  # rows past the tokens reach no other row
-    angles = torch.arange(max(LENGTHS))[:, None] * torch.logspace(0, -3, heads.head_dim // 2)[None, :]
-    rope = Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
-    norms = HeadNorms(random(heads.head_dim, seed=3), random(heads.head_dim, seed=4), 1e-6) if has_norm else None
+    rope, norms = rope_and_norms(heads, has_norm)
     found, expected = rows_pair(len(qkv), heads.q_size, input_scale is not None, input_scale)
     for module, out in ((kernels, found), (plain, expected)):
         space = torch.full((4000,), 7, dtype=torch.int32, device=DEVICE)
@@ -161,12 +165,11 @@ def test_attention_of_packed_sequences(heads, has_norm, input_scale):
 @pytest.mark.parametrize("input_scale", [None, 0.05, *SATURATING], ids=str)
 def test_attention_of_last_rows_alone(heads, has_norm, input_scale):
     num_tokens = sum(LENGTHS)
-    ends = (*range(1, num_tokens, 8), num_tokens)  # more of them than sequences, in any place
+    last = torch.tensor(LENGTHS).cumsum(0).tolist()
+    ends = sorted({*last, *(end + 1 for end in last[:-1]), *range(1, num_tokens, 8)})  # last rows, first ones, and any others
     queries, keys_and_values = random(len(ends) + 2, heads.q_size), random(num_tokens + 11, 2 * heads.kv_size, seed=1)
     keys_and_values[num_tokens:] = float("nan")
-    angles = torch.arange(max(LENGTHS))[:, None] * torch.logspace(0, -3, heads.head_dim // 2)[None, :]
-    rope = Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
-    norms = HeadNorms(random(heads.head_dim, seed=3), random(heads.head_dim, seed=4), 1e-6) if has_norm else None
+    rope, norms = rope_and_norms(heads, has_norm)
     found, expected = rows_pair(len(queries), heads.q_size, input_scale is not None, input_scale)
     for module, out in ((kernels, found), (plain, expected)):
         space = torch.full((4000,), 7, dtype=torch.int32, device=DEVICE)
