@@ -131,14 +131,23 @@ def _num_tiles(length, BM: tl.constexpr):
 
 
 @triton.jit
-def _turned(
-    place, mask, cos_table, sin_table, at, norm, eps, HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
-):
-    """Read the two halves ``[rows, HALF]`` of heads, normalise and rotate them; the result has their type."""
-    first = tl.load(place, mask=mask, other=0.0)
-    second = tl.load(place + HALF_DIM, mask=mask, other=0.0)
-    cos = tl.load(cos_table + at, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_table + at, mask=mask, other=0.0).to(tl.float32)
+def _read(place, mask, HALF_DIM: tl.constexpr):
+    """Read the two halves ``[rows, HALF]`` of heads."""
+    return tl.load(place, mask=mask, other=0.0), tl.load(place + HALF_DIM, mask=mask, other=0.0)
+
+
+@triton.jit
+def _read_rope(cos_table, sin_table, at, mask):
+    return tl.load(cos_table + at, mask=mask, other=0.0).to(tl.float32), tl.load(sin_table + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _turned(first, second, cos, sin, norm, eps, HALF_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Normalise the two halves of heads and rotate them; the result has their type.
+
+    The sums are reductions for the compiler's sake: through a plain ``+`` it would carry the layout of a product's input back to
+    the loads, and take each of the four through shared memory, one after another.
+    """
     dtype = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
@@ -148,7 +157,8 @@ def _turned(
         size = tl.rsqrt(squares / (2 * HALF_DIM) + eps)[:, None]
         first = first * size * tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         second = second * size * tl.load(norm + HALF_DIM + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+    turned = tl.sum(tl.join(first * cos, -(second * sin)), 2), tl.sum(tl.join(second * cos, first * sin), 2)
+    return turned[0].to(dtype), turned[1].to(dtype)
 
 
 @triton.jit
@@ -179,25 +189,25 @@ def _short(
     B: tl.constexpr = BM // 2
     sequence = tl.program_id(1)
     length = tl.load(lengths + sequence)
+    start = tl.load(starts + sequence).to(tl.int64)
     first = tl.program_id(0) % 2 * B
     if (length > BM) | (length <= first):
         return
     head = tl.program_id(0) // 2
-    start = tl.load(starts + sequence).to(tl.int64)
     own = tl.arange(0, B)
     half = tl.arange(0, HALF)[None, :]
     whole = tl.arange(0, 2 * HALF)[None, :]
     is_half, is_whole = half < HALF_DIM, whole < 2 * HALF_DIM
     row = tl.minimum(first + own, length - 1)[:, None]  # past the end the last row again: nobody reads what comes of it
-    at = row * HALF_DIM + half
     place = qkv + (start + row) * stride
     k = (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
     v = k + num_kv_heads * 2 * HALF_DIM
-    q1, q2 = _turned(
-        place + head * 2 * HALF_DIM + half, is_half, cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM
-    )
-    k1, k2 = _turned(place + k + half, is_half, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    q1, q2 = _read(place + head * 2 * HALF_DIM + half, is_half, HALF_DIM)
+    k1, k2 = _read(place + k + half, is_half, HALF_DIM)
     values = tl.load(place + v + whole, mask=is_whole, other=0.0)
+    cos, sin = _read_rope(cos_table, sin_table, row * HALF_DIM + half, is_half)
+    q1, q2 = _turned(q1, q2, cos, sin, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    k1, k2 = _turned(k1, k2, cos, sin, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
     scores = tl.where(own[None, :] <= own[:, None], _scores(q1, q2, k1, k2), -1.0e30)
     highest = tl.max(scores, 1)
     if first == 0:
@@ -205,10 +215,11 @@ def _short(
         mixed = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         total = tl.sum(weights, 1)
     else:
-        at = own[:, None] * HALF_DIM + half
         place = qkv + (start + own)[:, None] * stride
-        k1, k2 = _turned(place + k + half, is_half, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+        k1, k2 = _read(place + k + half, is_half, HALF_DIM)
+        cos, sin = _read_rope(cos_table, sin_table, own[:, None] * HALF_DIM + half, is_half)
         first_values = tl.load(place + v + whole, mask=is_whole, other=0.0)
+        k1, k2 = _turned(k1, k2, cos, sin, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
         first_scores = _scores(q1, q2, k1, k2)
         highest = tl.maximum(highest, tl.max(first_scores, 1))
         weights = tl.exp2(scores * scale - (highest * scale)[:, None])
@@ -238,9 +249,9 @@ def _last(
         start = tl.maximum(start, tl.max(tl.where(begins < end, begins, 0)))
     half = tl.arange(0, HALF)[None, :]
     whole = tl.arange(0, 2 * HALF)[None, :]
-    own = (end - 1 - start) * HALF_DIM + half
-    q = queries + row[:, None] * q_stride + head * 2 * HALF_DIM + half
-    q1, q2 = _turned(q, half < HALF_DIM, cos_table, sin_table, own, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    q1, q2 = _read(queries + row[:, None] * q_stride + head * 2 * HALF_DIM + half, half < HALF_DIM, HALF_DIM)
+    own_cos, own_sin = _read_rope(cos_table, sin_table, (end - 1 - start) * HALF_DIM + half, half < HALF_DIM)
+    q1, q2 = _turned(q1, q2, own_cos, own_sin, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
     q1, q2 = q1.to(tl.float32), q2.to(tl.float32)
     k = keys_and_values + start.to(tl.int64) * stride + head // (num_heads // num_kv_heads) * 2 * HALF_DIM
     v = k + num_kv_heads * 2 * HALF_DIM
@@ -251,10 +262,10 @@ def _last(
         keys = base + tl.arange(0, BN)
         is_key = (keys < end - start)[:, None]
         rows = keys.to(tl.int64)[:, None] * stride
-        at = keys[:, None] * HALF_DIM + half
-        k1, k2 = _turned(
-            k + rows + half, is_key & (half < HALF_DIM), cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM
-        )
+        is_half = is_key & (half < HALF_DIM)
+        k1, k2 = _read(k + rows + half, is_half, HALF_DIM)
+        cos, sin = _read_rope(cos_table, sin_table, keys[:, None] * HALF_DIM + half, is_half)
+        k1, k2 = _turned(k1, k2, cos, sin, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
         scores = tl.sum(q1 * k1.to(tl.float32) + q2 * k2.to(tl.float32), 1) * scale
         scores = tl.where(keys < end - start, scores, -1.0e30)
         higher = tl.maximum(highest, tl.max(scores, 0))
@@ -279,12 +290,13 @@ def _rotate_keys(
     positions = tl.load(tile + 1) + tl.arange(0, BM)
     half = tl.arange(0, HALF)[None, :]
     mask = (positions < length)[:, None] & (half < HALF_DIM)
-    at = positions[:, None] * HALF_DIM + half
+    cos, sin = _read_rope(cos_table, sin_table, positions[:, None] * HALF_DIM + half, mask)
     rows = qkv + (tl.load(tile) + positions).to(tl.int64)[:, None] * stride + half
     first_head = num_heads + tl.program_id(1) * AT_ONCE
     for head in range(first_head, first_head + AT_ONCE):
         k = rows + head * 2 * HALF_DIM
-        k1, k2 = _turned(k, mask, cos_table, sin_table, at, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
+        k1, k2 = _read(k, mask, HALF_DIM)
+        k1, k2 = _turned(k1, k2, cos, sin, k_norm, eps, HALF_DIM, HALF, HAS_NORM)
         tl.store(k, k1, mask=mask)
         tl.store(k + HALF_DIM, k2, mask=mask)
 
@@ -306,9 +318,10 @@ def _long(
     queries = first_query + tl.arange(0, Q)
     half = tl.arange(0, HALF)[None, :]
     is_row = queries < length
-    q = qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + half
-    at = queries[:, None] * HALF_DIM + half
-    q1, q2 = _turned(q, is_row[:, None] & (half < HALF_DIM), cos_table, sin_table, at, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
+    is_half = is_row[:, None] & (half < HALF_DIM)
+    q1, q2 = _read(qkv + (start + queries)[:, None] * stride + head * 2 * HALF_DIM + half, is_half, HALF_DIM)
+    cos, sin = _read_rope(cos_table, sin_table, queries[:, None] * HALF_DIM + half, is_half)
+    q1, q2 = _turned(q1, q2, cos, sin, q_norm, eps, HALF_DIM, HALF, HAS_NORM)
     k = qkv + start * stride + (num_heads + head // (num_heads // num_kv_heads)) * 2 * HALF_DIM
     v = k + num_kv_heads * 2 * HALF_DIM
     highest = tl.full([Q], -1.0e30, tl.float32)
@@ -339,8 +352,7 @@ def _attend(
     if IS_EDGE:
         is_half &= (keys < length)[:, None]
         is_whole &= (keys < length)[:, None]
-    k1 = tl.load(k + rows + half, mask=is_half, other=0.0)
-    k2 = tl.load(k + rows + half + HALF_DIM, mask=is_half, other=0.0)
+    k1, k2 = _read(k + rows + half, is_half, HALF_DIM)
     scores = _scores(q1, q2, k1, k2) * scale
     if IS_EDGE:
         scores = tl.where(keys[None, :] <= queries[:, None], scores, -1.0e30)
