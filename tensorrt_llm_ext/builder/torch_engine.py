@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorrt_llm_ext.backends.torch.sizes import FORMULA, is_needed, weight_bytes, workspace_bytes
+from tensorrt_llm_ext.backends.torch.sizes import FORMULA, engine_bytes, is_needed
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.weight_index import (
     FILE_NAME,
@@ -113,14 +113,16 @@ def _facts(stored: Mapping[str, Fp8Scales], kept: tuple[str, ...]) -> dict:
 
 def _memory(architecture: Architecture, settings: BuildSettings, index: WeightIndex) -> MemoryEstimate:
     item_bytes = NUMPY_TYPES[STREAM_DTYPES[settings.precision]].itemsize
-    needed = workspace_bytes(architecture, settings.limits, item_bytes, index.is_deterministic) + weight_bytes(
+    on_card = bool(settings.compute_capabilities)
+    needed = engine_bytes(
         architecture,
+        settings.limits,
         index,
         num_layers=max(tap.layer for tap in settings.taps),
         item_bytes=item_bytes,
         is_fp8=settings.precision == "fp8",
+        on_card=on_card,
     )
-    on_card = bool(settings.compute_capabilities)
     return MemoryEstimate(needed if on_card else 0, 0 if on_card else needed, FORMULA)
 
 

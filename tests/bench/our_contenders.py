@@ -142,17 +142,18 @@ def _products_alone(engine: TorchEngine, name: str, a: Architecture, sizes: Size
     return Contender(f"{name} {PRODUCTS}", sizes.num_tokens, on_device(call), flops)
 
 
-def _product_sizes(a: Architecture) -> tuple[int, int]:
-    """Weights of a layer's product of keys and values; and of its other products."""
+def _product_sizes(a: Architecture) -> tuple[int, int, int]:
+    """Weights of a layer's products: of queries; of keys and values; the others."""
     q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    return a.hidden_size * 2 * kv_size, a.hidden_size * 2 * q_size + 3 * a.hidden_size * a.intermediate_size
+    return a.hidden_size * q_size, a.hidden_size * 2 * kv_size, a.hidden_size * (q_size + 3 * a.intermediate_size)
 
 
 def _flops(a: Architecture, lengths: list[int]) -> int:
-    """What a pass to ``final@last`` computes: every product for every token, but in the last layer all except keys and values for
-    last rows alone; and causal attention, 4 x q a query and key that it sees."""
-    keys_and_values, rest = _product_sizes(a)
+    """What a pass to ``final@last`` computes: the first layer's queries, keys and values are looked up; in the last layer all except
+    keys and values is computed for last rows alone; and causal attention, 4 x q a query and key that it sees."""
+    queries, keys_and_values, rest = _product_sizes(a)
     num_tokens, q_size = sum(lengths), a.num_heads * a.head_dim
-    products = 2 * (a.num_layers * num_tokens * keys_and_values + ((a.num_layers - 1) * num_tokens + len(lengths)) * rest)
+    first, last = num_tokens * rest, num_tokens * keys_and_values + len(lengths) * (queries + rest)
+    between = (a.num_layers - 2) * num_tokens * (queries + keys_and_values + rest)
     pairs = (a.num_layers - 1) * sum(n * (n + 1) // 2 for n in lengths) + num_tokens
-    return products + 4 * q_size * pairs
+    return 2 * (first + between + last) + 4 * q_size * pairs

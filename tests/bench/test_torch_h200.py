@@ -158,8 +158,11 @@ def test_a_peer_s_checkpoint_is_a_llama_of_weights_like_ours(tmp_path):
 
 
 def test_the_operations_of_a_pass_are_those_that_it_computes():
-    """Two sequences, two layers: the second computes keys and values of every token, and the rest for two rows."""
-    a = dataclasses.replace(TINY["qwen3-8b"], num_layers=2)
-    assert _product_sizes(a) == (32 * 2 * 16, 32 * 2 * 64 + 3 * 32 * 48)
-    attention = 4 * 64 * ((1 + 2 + 3 + 1 + 2) + (3 + 2))
-    assert _flops(a, [3, 2]) == 2 * (2 * 5 * 1024 + (5 + 2) * 8704) + attention
+    """Two sequences, three layers: the first looks its queries, keys and values up; the last computes keys and values of every
+    token, and the rest for two rows."""
+    a = dataclasses.replace(TINY["qwen3-8b"], num_layers=3)
+    queries, keys_and_values, rest = 32 * 64, 32 * 2 * 16, 32 * 64 + 3 * 32 * 48
+    assert _product_sizes(a) == (queries, keys_and_values, rest)
+    products = 5 * rest + 5 * (queries + keys_and_values + rest) + (5 * keys_and_values + 2 * (queries + rest))
+    attention = 4 * 64 * (2 * (1 + 2 + 3 + 1 + 2) + (3 + 2))
+    assert _flops(a, [3, 2]) == 2 * products + attention

@@ -83,6 +83,7 @@ def test_every_kind_of_rows_is_near_the_plain_operations(family, precision):
     engine = engine_of(family, precision, taps)
     found = run(engine, sequences())
     kernels, engine._operations, engine._graphs = engine._operations, plain, None
+    engine._decoder = replace(engine._decoder, qkv_of_token=None)
     expected = run(engine, sequences())
     for name, rows in found.items():
         cosines = torch.nn.functional.cosine_similarity(rows.float(), expected[name].float(), dim=-1)
@@ -140,6 +141,17 @@ def test_last_rows_alone_are_those_of_the_whole_pass(precision, family, sizes, h
     assert torch.nn.functional.cosine_similarity(*found, dim=-1).min() > 0.999
 
 
+@pytest.mark.parametrize("precision, is_deterministic", [("fp8", False), ("bfloat16", False), ("bfloat16", True)])
+def test_the_first_layers_table_gives_the_bytes_of_its_product(precision, is_deterministic):
+    taps = "layer:0@mean,layer:1@all,final@last"
+    engine = engine_of("qwen2", precision, taps, is_deterministic, has_qkv_bias=True, vocab_size=9999)  # more than the buffers hold
+    own = [9 * s + 1008 for s in sequences()]
+    found = run(engine, own)
+    assert len(engine._decoder.qkv_of_token) == 9999
+    engine._decoder, engine._graphs = replace(engine._decoder, qkv_of_token=None), None
+    assert all(torch.equal(rows, found[name]) for name, rows in run(engine, own).items())
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
 def test_algorithms_chosen_by_trial_change_no_byte(precision, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -194,7 +206,8 @@ def test_a_fixed_scale_of_inputs_gives_the_plain_operations_states():
         linears = {name: replace(getattr(layer, name), input_scale=0.01) for name in ("qkv", "o", "gate_up", "down")}
         layers.append(replace(layer, **linears))  # saturates at 4.48, which inputs pass
     dynamic = run(engine, sequences())["final_post_all"]
-    engine._decoder, engine._graphs = replace(engine._decoder, layers=tuple(layers)), None  # graphs are of the decoder before
+    engine._decoder = replace(engine._decoder, layers=tuple(layers), qkv_of_token=None)
+    engine._graphs = None  # they are of the decoder before
     found = run(engine, sequences())["final_post_all"]
     engine._operations = plain
     expected = run(engine, sequences())["final_post_all"]

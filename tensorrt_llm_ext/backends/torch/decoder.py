@@ -10,13 +10,13 @@
 
 What a layer's products add to the stream is ``delta`` until the next norm adds it, in the pass that it makes anyway. Where
 nothing but last rows is asked for after the highest layer, it computes keys and values of every row, and all else of last
-rows alone.
+rows alone. What the first layer multiplies depends on nothing but the token, so a table of every token's product may replace it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -56,6 +56,7 @@ class Decoder:
     final_norm: Norm
     heads: Heads
     rope: Rope
+    qkv_of_token: torch.Tensor | None = None  # [vocab, fused], of the first layer, before rotation; None: no table
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def forward(operations: ModuleType, decoder: Decoder, space: Workspace, batch: B
     where = op.layout(batch.sequence_lengths, batch.longest, num_tokens, len(space.x), space.places)
     op.embed(batch.input_ids, decoder.embedding, space.x)
     _give(op, decoder, space, batch, where, 0, last)
+    if decoder.qkv_of_token is not None:
+        op.embed(batch.input_ids, decoder.qkv_of_token, space.qkv)
     for stretch in stretches(tuple(batch.outputs), num_layers):
         run(op, decoder, space, where, stretch)
         _give(op, decoder, space, batch, where, stretch.last, last)
@@ -110,11 +113,24 @@ def run_stretch(op: ModuleType, decoder: Decoder, space: Workspace, where: Layou
     """Compute the layers of a stretch. All that it reads and writes lies in ``space`` and in the decoder."""
     for number in range(stretch.first, stretch.last + 1):
         layer = decoder.layers[number - 1]
-        h = space.rows("hidden", layer.qkv)
-        op.add_norm(space.x, _delta(op, decoder, space, number - 1), layer.attention_norm, h)
-        op.multiply(h, layer.qkv, space.qkv)
+        if number > 1 or decoder.qkv_of_token is None:
+            h = space.rows("hidden", layer.qkv)
+            op.add_norm(space.x, _delta(op, decoder, space, number - 1), layer.attention_norm, h)
+            op.multiply(h, layer.qkv, space.qkv)
         op.attention(space.qkv, decoder.heads, decoder.rope, layer.head_norms, where, _attended(space, layer))
         _after_attention(op, layer, space)
+
+
+def with_table(op: ModuleType, decoder: Decoder, space: Workspace) -> Decoder:
+    """Compute the first layer's queries, keys and values of every token of the vocabulary, as a pass would."""
+    layer, tokens = decoder.layers[0], torch.arange(len(decoder.embedding), dtype=torch.int32, device=space.x.device)
+    table, h = space.qkv.new_empty(len(tokens), decoder.heads.fused_size), space.rows("hidden", layer.qkv)
+    for some, rows in zip(tokens.split(len(space.x)), table.split(len(space.x)), strict=True):
+        op.embed(some, decoder.embedding, space.x)
+        op.add_norm(space.x, None, layer.attention_norm, h)
+        op.multiply(h, layer.qkv, space.qkv)
+        rows.copy_(space.qkv[: len(some)])
+    return replace(decoder, qkv_of_token=table)
 
 
 def _last_layer(op: ModuleType, decoder: Decoder, space: Workspace, where: Layout, last: torch.Tensor) -> Workspace:

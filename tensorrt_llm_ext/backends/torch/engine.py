@@ -10,11 +10,11 @@ from types import ModuleType
 import torch
 
 from tensorrt_llm_ext.backends.torch import cublaslt, plain
-from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward
+from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward, stretches, with_table
 from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
-from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, bucket, buckets, is_launch_bound, launches, weight_bytes, workspace_bytes
+from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, bucket, buckets, engine_bytes, is_launch_bound, launches
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight_index
@@ -121,7 +121,7 @@ class TorchEngine:
             raise _failed(error, _device_error(error, stream, self._device)) from error
 
     def warm_up(self) -> None:
-        """Choose the products' algorithms, run every shape of a product once, and every kernel, and capture the graphs: nothing is
+        """Choose the products' algorithms, make the first layer's table, run every shape of a product once, and every kernel, and capture the graphs: nothing is
         compiled, loaded or captured after this."""
         if self._device.type == "cpu":
             return
@@ -133,6 +133,8 @@ class TorchEngine:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             if not is_launch_bound(self._architecture, len(self._space.x)):
                 choose_algorithms(self._decoder, self._space.of(min(limits.max_num_tokens, cublaslt.REFERENCE_ROWS)))
+            if self._decoder.qkv_of_token is None and stretches(tuple(self._taps.values()), len(self._decoder.layers)):
+                self._decoder = with_table(self._operations, self._decoder, self._space)
             for num_tokens, batch_size in sizes:
                 batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
                 self._forward(self._even_batch(num_tokens, batch_size))
@@ -271,15 +273,15 @@ def _failed(error: Exception, lost: Exception | None) -> BackendError:
 
 
 def _needed_bytes(contract: Contract, index: WeightIndex, dtype: torch.dtype) -> int:
-    num_layers = max(tap.layer for tap in contract.taps)
-    weights = weight_bytes(
+    return engine_bytes(
         contract.architecture,
+        contract.limits,
         index,
-        num_layers=num_layers,
+        num_layers=max(tap.layer for tap in contract.taps),
         item_bytes=dtype.itemsize,
         is_fp8=contract.activation_dtype == "fp8",
+        on_card=bool(contract.compute_capabilities),
     )
-    return weights + workspace_bytes(contract.architecture, contract.limits, dtype.itemsize, index.is_deterministic)
 
 
 def _check_memory(path: Path, contract: Contract, device: torch.device, needed: int) -> None:

@@ -27,7 +27,8 @@ TILE = 128
 
 FORMULA = (
     "weights up to the highest tap, products of fp8 engines in 1 byte, all else in item = 2 (float32: 4) bytes"
-    " + (max_num_tokens + max_batch_size) x (item x (3 hidden + 2 q + intermediate + max(q + 2 kv, 2 intermediate, 2 hidden)) + 4)"
+    "; on a card vocab x (q + 2 kv) x item, the first layer's for every token"
+    "; (max_num_tokens + max_batch_size) x (item x (3 hidden + 2 q + intermediate + max(q + 2 kv, 2 intermediate, 2 hidden)) + 4)"
 )
 
 
@@ -88,17 +89,25 @@ def num_places(limits: Limits) -> int:
     return 2 * num_sequences + 3 * num_tiles(rounded(limits.max_num_tokens, TOKEN_STEP), num_sequences)
 
 
-def workspace_bytes(a: Architecture, limits: Limits, item_bytes: int, is_deterministic: bool = False) -> int:
-    """Bytes of the buffers of the largest batch: see ``Workspace``."""
-    q_size, fused_size = a.num_heads * a.head_dim, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    wide = max(fused_size, 2 * a.intermediate_size, 2 * a.hidden_size)
-    row = item_bytes * (3 * a.hidden_size + 2 * q_size + a.intermediate_size + wide) + 4
+def engine_bytes(
+    a: Architecture, limits: Limits, index: WeightIndex, *, num_layers: int, item_bytes: int, is_fp8: bool, on_card: bool
+) -> int:
+    """Bytes that an engine takes on its device: weights, buffers, and on a card the first layer's table."""
+    table = item_bytes * a.vocab_size * _fused_size(a) if on_card and num_layers else 0
+    buffers = _workspace_bytes(a, limits, item_bytes, index.is_deterministic)
+    return _weight_bytes(a, index, num_layers, item_bytes, is_fp8) + buffers + table
+
+
+def _workspace_bytes(a: Architecture, limits: Limits, item_bytes: int, is_deterministic: bool) -> int:
+    """See ``Workspace``."""
+    wide = max(_fused_size(a), 2 * a.intermediate_size, 2 * a.hidden_size)
+    row = item_bytes * (3 * a.hidden_size + 2 * a.num_heads * a.head_dim + a.intermediate_size + wide) + 4
     num_rows = bucket(limits.max_num_tokens, is_deterministic) + rounded(limits.max_batch_size, LAST_STEP)
     return num_rows * row + 4 * num_places(limits)
 
 
-def weight_bytes(a: Architecture, index: WeightIndex, *, num_layers: int, item_bytes: int, is_fp8: bool) -> int:
-    """Bytes that the decoder's weights take on their device, scales included."""
+def _weight_bytes(a: Architecture, index: WeightIndex, num_layers: int, item_bytes: int, is_fp8: bool) -> int:
+    """Scales included."""
     kept = {f"{name}.weight" for product in index.kept for name in product_linears(product)}
     total = 0
     for name, shape in decoder_shapes(a).items():
@@ -106,6 +115,10 @@ def weight_bytes(a: Architecture, index: WeightIndex, *, num_layers: int, item_b
             in_fp8 = is_fp8 and ".layers." in name and len(shape) == 2 and name not in kept
             total += math.prod(shape) * (1 if in_fp8 else item_bytes) + (4 * shape[0] if in_fp8 else 0)
     return total
+
+
+def _fused_size(a: Architecture) -> int:
+    return (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
 
 
 def is_needed(name: str, num_layers: int) -> bool:

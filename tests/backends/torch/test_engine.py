@@ -11,6 +11,8 @@ import torch
 
 from tensorrt_llm_ext.backends import open_engine
 from tensorrt_llm_ext.backends.torch import engine as engine_module
+from tensorrt_llm_ext.backends.torch import plain
+from tensorrt_llm_ext.backends.torch.decoder import forward, with_table
 from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint import open_checkpoint
@@ -96,6 +98,23 @@ def test_a_batch_where_only_last_rows_matter_gives_the_same_last_rows(engines):
             expected = everything[request_id].get(tap)
             if expected is not None:
                 np.testing.assert_allclose(rows, expected, atol=ATOL, rtol=ATOL)
+
+
+def test_a_table_of_every_token_replaces_the_first_layers_product(engines):
+    """As cards have it; the vocabulary is larger than the buffers, and what lies in them does not reach the tap of the embedding."""
+    path = engines("qwen2", taps="layer:0@mean,layer:1@all,final@last", max_num_tokens=128, opt_num_tokens=128, max_seq_len=100)
+    engine = open_engine(path, dataclasses.replace(read_contract(path), files=()))
+    batch, found = engine._even_batch(100, 3), []
+    with torch.inference_mode():
+        made = with_table(plain, engine._decoder, engine._space)
+        assert len(made.qkv_of_token) == len(made.embedding) > len(engine._space.x)
+        batch.input_ids.copy_(torch.arange(len(made.embedding) - 100, len(made.embedding)))
+        for decoder in (engine._decoder, made, dataclasses.replace(made, qkv_of_token=made.qkv_of_token.flip(0))):
+            forward(plain, decoder, engine._space, batch)
+            found.append({tap: rows.clone() for tap, rows in batch.outputs.items()})
+    for tap, expected in found[0].items():
+        torch.testing.assert_close(found[1][tap], expected, atol=ATOL, rtol=ATOL)
+        assert torch.equal(found[2][tap], expected) if tap.layer == 0 else (found[2][tap] - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("precision", ["float32", "fp8"])
