@@ -43,7 +43,7 @@ _STOPPING = "Stopping: what is in flight lands, then the last proven window is k
     "--shard-mib",
     type=click.IntRange(min=1),
     default=512,
-    help="For taps @all: size of a file, MiB; two are held in memory.",
+    help="For taps @all: size of a file, MiB; two or three are in memory.",
 )
 @click.option("--force", is_flag=True, help="Begin even where the disk cannot hold what the input will become.")
 @click.option(

@@ -22,7 +22,7 @@ from tensorrt_llm_ext.cli._signals import stop_on_signals
     "--shard-mib",
     type=click.IntRange(min=1),
     metavar="N",
-    help="For taps @all: size of a file, MiB; two are held in memory for each partition.  [default: 512, or as the dataset has it]",
+    help="For taps @all: size of a file, MiB; two or three are in memory for each partition.  [default: 512, or as the dataset has it]",
 )
 @click.option("--leave-when-idle", type=click.FloatRange(min=0), metavar="S", help="End after S seconds without results.  [default: never]")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve /metrics and /health here.  [default: do not]")

@@ -12,9 +12,8 @@ import json
 import math
 import mmap
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -40,7 +39,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 16 << 20  # hashed and handed to the disk at once
 _SECTOR_BYTES = 4096
-_NUM_WRITERS = 2  # one alone copies into memory's own file systems more slowly than a card makes rows
 IDENTITY_ROW_BYTES = 5  # a token id and its loss mask
 
 
@@ -123,16 +121,14 @@ def write_shard(path: Path, tensors: dict[str, np.ndarray], name: str, metadata:
     digest, num_bytes = xxhash.xxh3_128(), 0
     descriptor = _open_for_writing(path)
     try:
-        with ThreadPoolExecutor(_NUM_WRITERS) as disk:  # they write blocks while the next is filled and hashed
-            writing: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(1) as disk:  # writes one block while the next is filled and hashed
+            writing = disk.submit(int)
             for block in _blocks(_pieces(tensors, metadata)):
                 digest.update(block)
-                if len(writing) == _NUM_WRITERS:
-                    writing.popleft().result()
-                writing.append(disk.submit(_write, descriptor, block.obj, len(block), num_bytes))
+                writing.result()
+                writing = disk.submit(_write, descriptor, block.obj, len(block))
                 num_bytes += len(block)
-            for written in writing:
-                written.result()
+            writing.result()
         os.ftruncate(descriptor, num_bytes)
         os.fsync(descriptor)
     finally:
@@ -185,11 +181,11 @@ def _pieces(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Iterato
 
 
 def _blocks(pieces: Iterator[np.ndarray]) -> Iterator[memoryview]:
-    """The same bytes in blocks of ``_BLOCK_BYTES``, the last one shorter; a block holds until ``_NUM_WRITERS`` more are made.
+    """The same bytes in blocks of ``_BLOCK_BYTES``, the last one shorter; a block holds until the one after the next is made.
 
     They are copied by NumPy, which frees the GIL.
     """
-    buffers = cycle([np.frombuffer(mmap.mmap(-1, _BLOCK_BYTES), np.uint8) for _ in range(_NUM_WRITERS + 1)])
+    buffers = cycle([np.frombuffer(mmap.mmap(-1, _BLOCK_BYTES), np.uint8) for _ in range(2)])
     block, filled = next(buffers), 0
     for piece in pieces:
         while len(piece):
@@ -214,9 +210,8 @@ def _open_for_writing(path: Path) -> int:
         return os.open(path, flags, 0o644)
 
 
-def _write(descriptor: int, block: np.ndarray, num_bytes: int, offset: int) -> None:
+def _write(descriptor: int, block: np.ndarray, num_bytes: int) -> None:
     """Write the first ``num_bytes``, and what follows them up to a disk's sector: direct writes take whole ones."""
     rest = memoryview(block)[: -(-num_bytes // _SECTOR_BYTES) * _SECTOR_BYTES]
     while rest:
-        written = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[written:], offset + written
+        rest = rest[os.write(descriptor, rest) :]

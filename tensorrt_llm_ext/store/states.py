@@ -1,10 +1,10 @@
 """StatesStore: every token's states of many requests, in large safetensors shards with a Parquet index.
 
 Rows are copied into a buffer of one shard; a full one is written front to back, hashed and synced by a thread of its own
-while the next is filled: two shards in memory, never more. A sequence that does not fit begins the next shard, and a shard
-that is half full at the end of a window is closed there. Shards are published, by rename, in groups that end with a window:
-a reader, and a run that dies at any moment, sees whole windows. A run that is stopped leaves its last shard short, and
-goes on filling it when it is resumed, so that it ends with the same files.
+while the next is filled: two shards in memory, three where two are written at a time, never more. A sequence that does
+not fit begins the next shard, and a shard that is half full at the end of a window is closed there. Shards are published, by
+rename, in groups that end with a window: a reader, and a run that dies at any moment, sees whole windows. A run that is
+stopped leaves its last shard short, and goes on filling it when it is resumed, so that it ends with the same files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +40,18 @@ from tensorrt_llm_ext.store.manifest import (
 from tensorrt_llm_ext.store.shard import LOSS_MASK, ShardBuffer, ShardFile, StoredSequence, open_shard, write_shard
 from tensorrt_llm_ext.store.shard_size import row_bytes, shard_rows
 
-_NUM_BUFFERS = 2
+_NUM_WRITERS = 2  # shards at a time: into one file a file system in memory copies more slowly than a card makes rows
 _INDEX_BYTES = 200  # of a request: ids and hashes, about as Parquet packs them
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """A shard that is full, and the writing of it; ``num_proven`` of its sequences are of committed windows."""
+
+    number: int
+    buffer: ShardBuffer
+    num_proven: int
+    file: Future[ShardFile]
 
 
 @dataclass(frozen=True)
@@ -73,8 +84,8 @@ class StatesStore:
         }
         self._parts = swept(self.path)
         capacity = shard_rows(header)
-        self._free: queue.Queue[ShardBuffer] = queue.Queue()
-        for _ in range(_NUM_BUFFERS):
+        self._free: queue.Queue[ShardBuffer] = queue.LifoQueue()  # what is never needed is never touched
+        for _ in range(_NUM_WRITERS + 1):
             self._free.put(ShardBuffer(header.columns, capacity))
         self._open = self._free.get()
         self._number = len(self._parts)
@@ -87,8 +98,9 @@ class StatesStore:
         self._is_group_open = False  # shards are written that wait for the end of their window
         self._written: list[_Written] = []
         self._error: BaseException | None = None
-        self._tasks: queue.Queue = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name="write shards", daemon=True)
+        self._disk = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="write shard")
+        self._tasks: queue.Queue[_Closed | int | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="publish shards", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -203,7 +215,7 @@ class StatesStore:
         self._open.keep(self._num_proven)
         with disk_errors(self.path):
             if len(self._open.sequences) > self._num_published:
-                self._write(self._number, self._open, self._num_proven)
+                self._take(self._number, self._open, self._num_proven, self._write(self._number, self._open))
                 self._publish(self._proven_end, is_full=False)
                 self._num_published = self._num_proven
         self.settled_end = self._proven_end
@@ -223,6 +235,7 @@ class StatesStore:
             self._is_closed = True
             self._tasks.put(None)
             self._thread.join()
+            self._disk.shutdown()
             self._drop_written()
             self._lock.release()
 
@@ -238,39 +251,48 @@ class StatesStore:
         self.close()
 
     def _close_shard(self) -> None:
-        """Hand the open shard to the thread that writes, and open the next; waits while both buffers are full."""
-        self._tasks.put((self._number, self._open, self._num_proven))
+        """Have the open shard written, and open the next; waits while every other buffer is being written."""
+        writing = self._disk.submit(self._write, self._number, self._open)
+        self._tasks.put(_Closed(self._number, self._open, self._num_proven, writing))
         self._open = self._free.get()
         self._number += 1
         self._num_proven = self._num_published = 0
         self._is_group_open = True
 
     def _work(self) -> None:
-        """The thread: write the shards that come, publish them when their window is proven."""
+        """The thread: take the shards in their order as they are written, publish them when their window is proven."""
         while (task := self._tasks.get()) is not None:
             try:
                 with disk_errors(self.path):
-                    self._write(*task) if isinstance(task, tuple) else self._publish(task, is_full=True)
+                    if isinstance(task, _Closed):
+                        self._take(task.number, task.buffer, task.num_proven, task.file.result())
+                    else:
+                        self._publish(task, is_full=True)
             except BaseException as error:  # handed to the caller, whatever it is: without a thread it would wait for ever
                 self._error = self._error or error
                 self._drop_written()
             finally:
-                if isinstance(task, tuple):
-                    task[1].clear()
-                    self._free.put(task[1])
+                if isinstance(task, _Closed):
+                    task.buffer.clear()
+                    self._free.put(task.buffer)
                 self._tasks.task_done()
 
-    def _write(self, number: int, buffer: ShardBuffer, num_proven: int) -> None:
-        if self._error is not None:
-            return
-        hidden = self.path / f"{PART_PREFIX}shard-{number:06d}"
+    def _write(self, number: int, buffer: ShardBuffer) -> ShardFile:
+        """Write a shard under its hidden name."""
         try:
             metadata = {**self._metadata, "shard": str(number)}
-            file = write_shard(hidden, buffer.tensors(), f"shard-{number:06d}-{{hash}}.safetensors", metadata)
+            return write_shard(self._hidden(number), buffer.tensors(), f"shard-{number:06d}-{{hash}}.safetensors", metadata)
         except BaseException:
-            hidden.unlink(missing_ok=True)
+            self._hidden(number).unlink(missing_ok=True)
             raise
-        self._written.append(_Written(number, hidden, file, list(buffer.sequences), num_proven))
+
+    def _take(self, number: int, buffer: ShardBuffer, num_proven: int, file: ShardFile) -> None:
+        self._written.append(_Written(number, self._hidden(number), file, list(buffer.sequences), num_proven))
+        if self._error is not None:
+            self._drop_written()
+
+    def _hidden(self, number: int) -> Path:
+        return self.path / f"{PART_PREFIX}shard-{number:06d}"
 
     def _publish(self, settled_rows: int, is_full: bool) -> None:
         if self._error is not None:

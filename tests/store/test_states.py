@@ -2,6 +2,7 @@
 
 import json
 import resource
+import threading
 import time
 from dataclasses import replace
 from functools import lru_cache
@@ -214,7 +215,7 @@ def test_a_record_that_is_not_its_work_item_s_is_not_taken(tmp_path, header):
         assert store.num_rows == 0
 
 
-def test_a_shard_of_many_blocks_is_whole_whichever_of_them_is_written_first(tmp_path, monkeypatch):
+def test_a_shard_of_many_blocks_is_whole_however_slowly_they_are_written(tmp_path, monkeypatch):
     tensors = {"a": np.random.default_rng(0).integers(0, 256, (7, 9001), np.uint8), "b": np.arange(12_345, dtype=np.int32)}
     write, turns = shard._write, count()
 
@@ -230,6 +231,44 @@ def test_a_shard_of_many_blocks_is_whole_whichever_of_them_is_written_first(tmp_
     assert file.hash == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
     for name, stored in safetensors.numpy.load(content).items():
         np.testing.assert_array_equal(stored, tensors[name], strict=True)
+
+
+def test_shards_that_are_written_side_by_side_make_the_same_dataset(tmp_path, header, fill, monkeypatch):
+    expected = filled(tmp_path / "one by one", header, fill)
+    write, both = states.write_shard, threading.Barrier(2)
+
+    def slow_now_and_then(path, *arguments):
+        if path.name.endswith(("0", "1")):
+            both.wait(10)  # two shards are in writing at once, or this fails
+        if path.name.endswith(("0", "2", "4")):
+            time.sleep(0.05)  # the next is ready before
+        return write(path, *arguments)
+
+    monkeypatch.setattr(states, "write_shard", slow_now_and_then)
+    assert filled(tmp_path / "side by side", header, fill) == expected
+
+
+def test_what_is_written_beside_a_shard_that_fails_is_not_published(tmp_path, header, fill, monkeypatch):
+    write, is_written = states.write_shard, threading.Event()
+
+    def failing(path, *arguments):
+        if path.name.endswith("0"):
+            assert is_written.wait(10)
+            raise OSError(5, "a broken disk")
+        file = write(path, *arguments)
+        is_written.set()
+        return file
+
+    with StatesStore.create(tmp_path, header) as store:
+        fill(store, range(4))
+        store.flush()
+        before = files_of(tmp_path)
+        monkeypatch.setattr(states, "write_shard", failing)
+        with pytest.raises(StoreError, match="a broken disk"):
+            for start in range(4, 100, 8):
+                fill(store, range(start, start + 8))
+            store.flush()
+    assert is_written.is_set() and files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("num_cores", [2, 16])
@@ -383,7 +422,7 @@ def test_a_disk_that_takes_no_more_is_full_and_nothing_half_written_is_left(tmp_
                 store.flush()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert files_of(tmp_path) == before
+    assert files_of(tmp_path) == before
 
 
 def test_vectors_and_states_do_not_go_into_the_wrong_store(tmp_path):
