@@ -37,7 +37,8 @@ def speeds(reports: list[dict]) -> str:
     head = (
         f"Random weights, so for speed only; {batch['num_tokens']:,} packed tokens a batch, {batch['length']} a sequence unless said "
         f"otherwise (mixed: log-normal, mean 128, 1 to {batch['long']:,}); medians of interleaved rounds. "
-        "The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others."
+        "The products alone are all of them, over every row; a pass looks up the first layer's queries, keys and values, and computes the "
+        "highest layer for last rows. The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others."
     )
     return "\n".join([head, "", *lines, "", *notes])
 
@@ -51,7 +52,7 @@ def datasets(reports: list[dict]) -> str:
         what = f"{report['model']} {report['precision']}, {report['rows']:,} x {report['length']} ids, {report['format']}, {len(report['rounds'])} rounds"
         rates = f"{median['engine tokens/s']:,.0f} | {median['run tokens/s']:,.0f}"
         lines.append(f"| {what} | {rates} | {median['ratio']:.3f} | {median['ratio of a million']:.3f} |")
-    return "\n".join([*lines, "", *(_measured_on(report) for report in reports)])
+    return "\n".join([*lines, "", *dict.fromkeys(map(_measured_on, reports))])
 
 
 def fidelity(reports: list[dict]) -> str:
