@@ -62,7 +62,9 @@ class TorchBackend:
                 space = make_workspace(contract.architecture, contract.limits, dtype, device, index.is_deterministic)
                 engine = TorchEngine(contract, decoder, space, device)
                 engine.warm_up()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # torch's own; or of a graph or a kernel that the driver has no memory for
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                raise
             decoder = space = engine = None  # noqa: F841  what was loaded is freed before the cache is
             torch.cuda.empty_cache()
             raise _out_of_memory(path, contract, needed, error) from error

@@ -259,16 +259,33 @@ def test_too_little_memory_is_told_with_the_numbers_before_anything_is_loaded(co
     assert "lower max_num_tokens or in FP8" in error.value.fix
 
 
-def test_memory_that_runs_out_while_loading_is_the_same_error(copy, monkeypatch):
+@pytest.mark.parametrize(
+    "raised",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),  # of a graph
+        RuntimeError("Triton Error [CUDA]: out of memory"),  # of a kernel
+    ],
+)
+def test_memory_that_runs_out_while_loading_is_the_same_error(copy, monkeypatch, raised):
     def load(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise raised
 
     emptied = []
     monkeypatch.setattr(engine_module, "load_decoder", load)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     with pytest.raises(OutOfMemory, match="does not fit") as error:
         open_engine(copy, read_contract(copy))
-    assert "CUDA out of memory" in error.value.found and emptied == [True]
+    assert str(raised) in error.value.found and emptied == [True]
+
+
+def test_another_error_while_loading_is_not_called_one_of_memory(copy, monkeypatch):
+    def load(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine_module, "load_decoder", load)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        open_engine(copy, read_contract(copy))
 
 
 def test_shapes_and_addresses_are_checked(copy):
