@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -46,23 +48,32 @@ _INDEX_BYTES = 200  # of a request: ids and hashes, about as Parquet packs them
 
 @dataclass(frozen=True)
 class _Closed:
-    """A shard that is full, and the writing of it; ``num_proven`` of its sequences are of committed windows."""
+    """A shard that is full, in its buffer until it is written."""
 
     number: int
+    sequences: list[StoredSequence]
+    num_proven: int  # of them: those of windows that were committed when it was closed
+    proven_end: int  # of those windows
     buffer: ShardBuffer
-    num_proven: int
-    file: Future[ShardFile]
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A shard that is on the disk under a hidden name, not published."""
+    """A shard that is on the disk under a hidden name, not published; see ``_Closed``."""
 
     number: int
     path: Path
     file: ShardFile
     sequences: list[StoredSequence]
-    num_proven: int  # sequences of windows that were committed when it was closed
+    num_proven: int
+    proven_end: int
+
+
+class _Order(Enum):
+    """What the thread is told beside shards, the ends of windows, and events to set when all before them is done."""
+
+    LOOK = 1  # a shard was written
+    END = 2
 
 
 class StatesStore:
@@ -98,8 +109,7 @@ class StatesStore:
         self._is_group_open = False  # shards are written that wait for the end of their window
         self._written: list[_Written] = []
         self._error: BaseException | None = None
-        self._disk = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="write shard")
-        self._tasks: queue.Queue[_Closed | int | None] = queue.Queue()
+        self._tasks: queue.Queue[_Closed | int | threading.Event | _Order] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="publish shards", daemon=True)
         self._thread.start()
 
@@ -203,19 +213,19 @@ class StatesStore:
 
         Raises DiskFull or StoreError; then what was published before stands.
         """
-        self._tasks.join()
+        self._wait()
         self._raise_error()
         if self._written:  # of a window that was not committed, and perhaps of windows before it
             first = self._written[0]
             self._open.load(first.path, first.sequences[: first.num_proven])
             self._number, self._num_published = first.number, 0
-            self._num_proven = first.num_proven
+            self._num_proven, self._proven_end = first.num_proven, first.proven_end
             self._drop_written()
             self._is_group_open = False
         self._open.keep(self._num_proven)
         with disk_errors(self.path):
             if len(self._open.sequences) > self._num_published:
-                self._take(self._number, self._open, self._num_proven, self._write(self._number, self._open))
+                self._take(self._closed(), self._write(self._number, self._open))
                 self._publish(self._proven_end, is_full=False)
                 self._num_published = self._num_proven
         self.settled_end = self._proven_end
@@ -233,9 +243,8 @@ class StatesStore:
         """Forget what was not published and let other writers in. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._tasks.put(None)
+            self._tasks.put(_Order.END)
             self._thread.join()
-            self._disk.shutdown()
             self._drop_written()
             self._lock.release()
 
@@ -252,30 +261,68 @@ class StatesStore:
 
     def _close_shard(self) -> None:
         """Have the open shard written, and open the next; waits while every other buffer is being written."""
-        writing = self._disk.submit(self._write, self._number, self._open)
-        self._tasks.put(_Closed(self._number, self._open, self._num_proven, writing))
+        self._tasks.put(self._closed())
         self._open = self._free.get()
         self._number += 1
         self._num_proven = self._num_published = 0
         self._is_group_open = True
 
+    def _closed(self) -> _Closed:
+        return _Closed(self._number, list(self._open.sequences), self._num_proven, self._proven_end, self._open)
+
+    def _wait(self) -> None:
+        """Wait until all that the thread was given is done."""
+        is_done = threading.Event()
+        self._tasks.put(is_done)
+        is_done.wait()
+
     def _work(self) -> None:
-        """The thread: take the shards in their order as they are written, publish them when their window is proven."""
-        while (task := self._tasks.get()) is not None:
-            try:
-                with disk_errors(self.path):
-                    if isinstance(task, _Closed):
-                        self._take(task.number, task.buffer, task.num_proven, task.file.result())
-                    else:
-                        self._publish(task, is_full=True)
-            except BaseException as error:  # handed to the caller, whatever it is: without a thread it would wait for ever
-                self._error = self._error or error
-                self._drop_written()
-            finally:
-                if isinstance(task, _Closed):
-                    task.buffer.clear()
-                    self._free.put(task.buffer)
-                self._tasks.task_done()
+        """The thread: have the shards that come written, take them in their order, publish them when their window is proven."""
+        waiting: deque[tuple[_Closed, Future[ShardFile]] | int | threading.Event | _Order] = deque()
+        with ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="write shard") as disk:
+            while True:
+                task = self._tasks.get()
+                if task is not _Order.LOOK:
+                    waiting.append((task, self._submitted(disk, task)) if isinstance(task, _Closed) else task)
+                while waiting and not (isinstance(waiting[0], tuple) and not waiting[0][1].done()):
+                    task = waiting.popleft()
+                    if task is _Order.END:
+                        return
+                    with self._errors_handed_on():
+                        if isinstance(task, tuple):
+                            self._take(task[0], task[1].result())
+                        elif isinstance(task, int):
+                            self._publish(task, is_full=True)
+                        else:
+                            task.set()
+
+    @contextmanager
+    def _errors_handed_on(self) -> Iterator[None]:
+        """Hand an error to the caller, whatever it is: without the thread it would wait for ever."""
+        try:
+            with disk_errors(self.path):
+                yield
+        except BaseException as error:
+            self._error = self._error or error
+            self._drop_written()
+
+    def _submitted(self, disk: ThreadPoolExecutor, closed: _Closed) -> Future[ShardFile]:
+        try:
+            file = disk.submit(self._emptied, closed)
+        except Exception as error:  # no thread can be started, say
+            file = Future()
+            file.set_exception(error)
+            self._free.put(closed.buffer)
+        file.add_done_callback(lambda file: self._tasks.put(_Order.LOOK))
+        return file
+
+    def _emptied(self, closed: _Closed) -> ShardFile:
+        """Write a shard, and give its buffer free."""
+        try:
+            return self._write(closed.number, closed.buffer)
+        finally:
+            closed.buffer.clear()
+            self._free.put(closed.buffer)
 
     def _write(self, number: int, buffer: ShardBuffer) -> ShardFile:
         """Write a shard under its hidden name."""
@@ -286,8 +333,9 @@ class StatesStore:
             self._hidden(number).unlink(missing_ok=True)
             raise
 
-    def _take(self, number: int, buffer: ShardBuffer, num_proven: int, file: ShardFile) -> None:
-        self._written.append(_Written(number, self._hidden(number), file, list(buffer.sequences), num_proven))
+    def _take(self, shard: _Closed, file: ShardFile) -> None:
+        hidden = self._hidden(shard.number)
+        self._written.append(_Written(shard.number, hidden, file, shard.sequences, shard.num_proven, shard.proven_end))
         if self._error is not None:
             self._drop_written()
 
@@ -340,13 +388,12 @@ class StatesStore:
             synced(self.path)
 
     def _drop_written(self) -> None:
-        if not self._written:
-            return
-        for shard in self._written:
-            shard.path.unlink(missing_ok=True)
-        for hidden in (self.path / INDEX_NAME).glob(f"{PART_PREFIX}*"):
-            hidden.unlink()
-        self._written = []
+        """What a disk that fails does not let go of is removed when the dataset is opened again."""
+        written, self._written = self._written, []
+        hidden = (self.path / INDEX_NAME).glob(f"{PART_PREFIX}*") if written else ()
+        for path in (*(shard.path for shard in written), *hidden):
+            with suppress(OSError):
+                path.unlink()
 
     def _raise_error(self) -> None:
         if self._error is not None:

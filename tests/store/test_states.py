@@ -1,12 +1,15 @@
 """The dataset of states: shards and index in groups of whole windows, resumed to the same bytes, read by safetensors alone."""
 
 import json
+import os
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -106,10 +109,10 @@ def test_windows_larger_than_a_shard_are_published_whole(tmp_path, header, fill)
     with StatesStore.create(tmp_path, header) as store:
         for row in range(60):  # four shards' worth
             store.append(row, *make_answer(header, row))
-        store._tasks.join()
+        store._wait()
         assert store.num_rows == 0 and index_of(tmp_path) == []
         store.commit(60)
-        store._tasks.join()
+        store._wait()
         assert store.num_rows == 60 and store.settled_end == store.settled_rows == 60
     check_rows(tmp_path, header, range(60))
 
@@ -231,6 +234,68 @@ def test_a_shard_of_many_blocks_is_whole_however_slowly_they_are_written(tmp_pat
     assert file.hash == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
     for name, stored in safetensors.numpy.load(content).items():
         np.testing.assert_array_equal(stored, tensors[name], strict=True)
+
+
+def test_a_disk_that_takes_a_part_of_a_block_gets_the_rest(tmp_path, monkeypatch):
+    tensors, write = {"a": np.random.default_rng(0).integers(0, 256, (7, 9001), np.uint8)}, os.write
+    monkeypatch.setattr(shard.os, "write", lambda descriptor, block: write(descriptor, block[:8192]))
+    file = shard.write_shard(tmp_path / "shard", tensors, "shard", {})
+    assert file.hash == shard.hash_of_file(tmp_path / "shard")
+    np.testing.assert_array_equal(shard.open_shard(tmp_path / "shard")["a"], tensors["a"])
+
+
+def test_the_error_of_the_last_block_is_that_of_the_shard(tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise OSError(5, "a broken disk")
+
+    monkeypatch.setattr(shard, "_write", broken)
+    with pytest.raises(OSError, match="a broken disk"):
+        shard.write_shard(tmp_path / "shard", {"a": np.zeros((2, 3), np.float32)}, "shard", {})
+
+
+def test_rows_of_a_commit_that_broke_off_are_not_settled(tmp_path, header, fill, monkeypatch):
+    with StatesStore.create(tmp_path, header) as store:
+        fill(store, range(4))
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            for row in range(4, 24):  # the rest of one shard, and a part of the next
+                store.append(row, *make_answer(header, row))
+            patched.setattr(store, "_close_shard", raise_interrupt)
+            store.commit(24)
+        store.flush()
+        assert store.settled_rows == store.settled_end == store.num_rows == 4
+    check_rows(tmp_path, header, range(4))
+
+
+def raise_interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_nothing_is_published(tmp_path, header, fill, monkeypatch):
+    class NoThreads(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(states, "ThreadPoolExecutor", NoThreads)
+    with StatesStore.create(tmp_path, header) as store, pytest.raises(RuntimeError, match="can't start"):
+        for start in range(0, 96, 8):
+            fill(store, range(start, start + 8))
+        store.flush()
+    assert not list((tmp_path / "states").glob("*shard-*"))
+
+
+def test_a_disk_that_lets_nothing_go_is_an_error_and_nobody_waits(tmp_path, header, fill, monkeypatch):
+    def refused(self, **options):
+        raise OSError(30, "read-only")
+
+    with StatesStore.create(tmp_path, header) as store:
+        with monkeypatch.context() as patched, pytest.raises(StoreError, match="read-only"):
+            patched.setattr(states, "write_part", lambda *_, **__: refused(None))
+            patched.setattr(Path, "unlink", refused)
+            for start in range(0, 96, 8):
+                fill(store, range(start, start + 8))
+            store.flush()
+    with StatesStore.open(tmp_path, header) as store:
+        assert store.num_rows == 0 and not list((tmp_path / "states").glob("*shard-*"))
 
 
 def test_shards_that_are_written_side_by_side_make_the_same_dataset(tmp_path, header, fill, monkeypatch):
