@@ -117,8 +117,8 @@ def _memory(architecture: Architecture, settings: BuildSettings, index: WeightIn
     needed = engine_bytes(
         architecture,
         settings.limits,
+        settings.taps,
         index,
-        num_layers=max(tap.layer for tap in settings.taps),
         item_bytes=item_bytes,
         is_fp8=settings.precision == "fp8",
         on_card=on_card,

@@ -138,7 +138,8 @@ def _read(place, mask, HALF_DIM: tl.constexpr):
 
 @triton.jit
 def _read_rope(cos_table, sin_table, at, mask):
-    return tl.load(cos_table + at, mask=mask, other=0.0).to(tl.float32), tl.load(sin_table + at, mask=mask, other=0.0).to(tl.float32)
+    cos, sin = tl.load(cos_table + at, mask=mask, other=0.0), tl.load(sin_table + at, mask=mask, other=0.0)
+    return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -10,11 +11,11 @@ from types import ModuleType
 import torch
 
 from tensorrt_llm_ext.backends.torch import cublaslt, plain
-from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward, stretches, with_table
+from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward, with_table
 from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
-from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, bucket, buckets, engine_bytes, is_launch_bound, launches
+from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, bucket, buckets, engine_bytes, has_table, is_launch_bound, launches
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight_index
@@ -65,7 +66,8 @@ class TorchBackend:
         except RuntimeError as error:  # torch's own; or of a graph or a kernel that the driver has no memory for
             if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
                 raise
-            decoder = space = engine = None  # noqa: F841  what was loaded is freed before the cache is
+            traceback.clear_frames(error.__traceback__)  # what was loaded is freed before the cache is
+            decoder = space = engine = None  # noqa: F841
             torch.cuda.empty_cache()
             raise _out_of_memory(path, contract, needed, error) from error
         return engine
@@ -123,8 +125,8 @@ class TorchEngine:
             raise _failed(error, _device_error(error, stream, self._device)) from error
 
     def warm_up(self) -> None:
-        """Choose the products' algorithms, make the first layer's table, run every shape of a product once, and every kernel, and capture the graphs: nothing is
-        compiled, loaded or captured after this."""
+        """Choose the products' algorithms, make the first layer's table, run every shape of a product once, and every kernel, and
+        capture the graphs: nothing is compiled, loaded or captured after this."""
         if self._device.type == "cpu":
             return
         limits = self._limits
@@ -135,7 +137,7 @@ class TorchEngine:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             if not is_launch_bound(self._architecture, len(self._space.x)):
                 choose_algorithms(self._decoder, self._space.of(min(limits.max_num_tokens, cublaslt.REFERENCE_ROWS)))
-            if self._decoder.qkv_of_token is None and stretches(tuple(self._taps.values()), len(self._decoder.layers)):
+            if self._decoder.qkv_of_token is None and has_table(tuple(self._taps.values())):
                 self._decoder = with_table(self._operations, self._decoder, self._space)
             for num_tokens, batch_size in sizes:
                 batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
@@ -278,8 +280,8 @@ def _needed_bytes(contract: Contract, index: WeightIndex, dtype: torch.dtype) ->
     return engine_bytes(
         contract.architecture,
         contract.limits,
+        contract.taps,
         index,
-        num_layers=max(tap.layer for tap in contract.taps),
         item_bytes=dtype.itemsize,
         is_fp8=contract.activation_dtype == "fp8",
         on_card=bool(contract.compute_capabilities),
@@ -298,7 +300,7 @@ def _out_of_memory(path: Path, contract: Contract, needed: int, found: object) -
     limits = contract.limits
     return OutOfMemory(
         f"the engine '{path}' does not fit on the card",
-        expected=f"{needed / 1e9:.2f} GB of device memory: weights, and buffers for {limits.max_num_tokens} tokens",
+        expected=f"{needed / 1e9:.2f} GB of device memory: weights, the first layer's table, and buffers for {limits.max_num_tokens} tokens",
         found=found,
         fix="free device memory, or build with a lower max_num_tokens"
         + ("" if contract.activation_dtype == "fp8" else " or in FP8"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.checkpoint.layout import decoder_shapes, product_linears
 from tensorrt_llm_ext.recipes.contract import Limits
+from tensorrt_llm_ext.taps import Tap
 
 TOKEN_STEP, SMALL_TOKENS, SMALL_STEP = 1024, 2048, 256
 """Rows of a product are a multiple of SMALL_STEP up to SMALL_TOKENS, then of TOKEN_STEP: few shapes, each run at warm-up."""
@@ -89,13 +91,19 @@ def num_places(limits: Limits) -> int:
     return 2 * num_sequences + 3 * num_tiles(rounded(limits.max_num_tokens, TOKEN_STEP), num_sequences)
 
 
+def has_table(taps: Sequence[Tap]) -> bool:
+    """Say whether an engine on a card looks up the first layer's queries, keys and values: where that layer is computed for every
+    row, and not for last rows alone."""
+    return any(tap.layer > 1 or tap.layer == 1 and tap.rows != "last" for tap in taps)
+
+
 def engine_bytes(
-    a: Architecture, limits: Limits, index: WeightIndex, *, num_layers: int, item_bytes: int, is_fp8: bool, on_card: bool
+    a: Architecture, limits: Limits, taps: Sequence[Tap], index: WeightIndex, *, item_bytes: int, is_fp8: bool, on_card: bool
 ) -> int:
     """Bytes that an engine takes on its device: weights, buffers, and on a card the first layer's table."""
-    table = item_bytes * a.vocab_size * _fused_size(a) if on_card and num_layers else 0
-    buffers = _workspace_bytes(a, limits, item_bytes, index.is_deterministic)
-    return _weight_bytes(a, index, num_layers, item_bytes, is_fp8) + buffers + table
+    weights = _weight_bytes(a, index, max(tap.layer for tap in taps), item_bytes, is_fp8)
+    table = item_bytes * a.vocab_size * _fused_size(a) if on_card and has_table(taps) else 0
+    return weights + _workspace_bytes(a, limits, item_bytes, index.is_deterministic) + table
 
 
 def _workspace_bytes(a: Architecture, limits: Limits, item_bytes: int, is_deterministic: bool) -> int:

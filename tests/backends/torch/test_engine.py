@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -277,6 +278,20 @@ def test_memory_that_runs_out_while_loading_is_the_same_error(copy, monkeypatch,
     with pytest.raises(OutOfMemory, match="does not fit") as error:
         open_engine(copy, read_contract(copy))
     assert str(raised) in error.value.found and emptied == [True]
+
+
+def test_what_was_loaded_is_freed_before_the_memory_is_given_back(copy, monkeypatch):
+    found = {}
+
+    def warm_up(engine):
+        found["weights"] = weakref.ref(engine._decoder.embedding)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine_module.TorchEngine, "warm_up", warm_up)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.update(is_freed=found["weights"]() is None))
+    with pytest.raises(OutOfMemory):
+        open_engine(copy, read_contract(copy))
+    assert found["is_freed"]
 
 
 def test_another_error_while_loading_is_not_called_one_of_memory(copy, monkeypatch):

@@ -1,11 +1,27 @@
-"""Every batch within an engine's limits needs a set of launches that is made when the engine opens."""
+"""Every batch within an engine's limits needs a set of launches that is made when the engine opens; and memory that is told."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorrt_llm_ext.backends.torch.sizes import TILE, bucket, buckets, grid_sequences, launches, num_places, num_tiles
+from tensorrt_llm_ext.backends.torch.decoder import stretches
+from tensorrt_llm_ext.backends.torch.sizes import (
+    TILE,
+    bucket,
+    buckets,
+    engine_bytes,
+    grid_sequences,
+    has_table,
+    launches,
+    num_places,
+    num_tiles,
+)
+from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
+from tensorrt_llm_ext.recipes import read_contract
 from tensorrt_llm_ext.recipes.contract import Limits
+from tensorrt_llm_ext.taps import parse_taps
 
 
 def launched(num_tokens, batch_size, longest, is_deterministic):
@@ -35,3 +51,28 @@ def test_launches_lie_within_the_limits_and_their_places_in_memory(limits):
         assert batch_size <= limits.max_batch_size and longest <= limits.max_seq_len
         num_rows, count, tiles = launched(num_tokens, batch_size, longest, False)
         assert num_rows in buckets(limits.max_num_tokens) and 2 * count + 3 * tiles <= num_places(limits)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+@pytest.mark.parametrize("taps", ["layer:0@all", "layer:1@last", "layer:1@mean", "final@last", "final:pre@last,layer:0@mean", "final@all"])
+def test_the_table_is_made_where_the_first_layer_is_computed_for_every_row(taps, num_layers):
+    if num_layers == 1 and "layer:1" in taps:
+        taps = taps.replace("layer:1", "final")  # the highest layer is written so
+    parsed = parse_taps(taps, num_layers)
+    assert has_table(parsed) == bool(stretches(parsed, max(tap.layer for tap in parsed)))
+
+
+def test_an_engine_s_memory_is_that_of_its_weights_buffers_and_table(engines, cpu_card):
+    on_cpu, on_card = engines("qwen2"), engines("qwen2", card=replace(cpu_card, name="a card", compute_capability="9.0"))
+    contract, index = read_contract(on_cpu), read_weight_index(on_cpu)
+    a = contract.architecture
+
+    def needed(taps, on_card):
+        return engine_bytes(a, contract.limits, taps, index, item_bytes=4, is_fp8=False, on_card=on_card)
+
+    table = 4 * a.vocab_size * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    mean, last = (parse_taps(f"layer:1@{rows}", a.num_layers) for rows in ("mean", "last"))
+    assert needed(mean, True) - table == needed(mean, False) == needed(last, True) == needed(last, False)
+    assert contract.memory.host_bytes == needed(contract.taps, False) and not contract.memory.device_bytes
+    contract = read_contract(on_card)
+    assert contract.memory.device_bytes == needed(contract.taps, True) and not contract.memory.host_bytes
