@@ -10,13 +10,10 @@ stopped leaves its last shard short, and goes on filling it when it is resumed, 
 from __future__ import annotations
 
 import queue
-import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +26,7 @@ from tensorrt_llm_ext.results.side_by_side import side_by_side
 from tensorrt_llm_ext.store.disk import damage_errors, disk_errors
 from tensorrt_llm_ext.store.folder import PART_PREFIX, STATES_NAME, FolderLock, created, locked, synced
 from tensorrt_llm_ext.store.header import FORMAT_VERSION, FORMATS, Header, check_same, identity_of
+from tensorrt_llm_ext.store.in_order import InOrder
 from tensorrt_llm_ext.store.index import INDEX_NAME, IndexPart, publish_part, read_sequences, swept, write_part
 from tensorrt_llm_ext.store.lineage import check_lineage
 from tensorrt_llm_ext.store.manifest import (
@@ -69,13 +67,6 @@ class _Written:
     proven_end: int
 
 
-class _Order(Enum):
-    """What the thread is told beside shards, the ends of windows, and events to set when all before them is done."""
-
-    LOOK = 1  # a shard was written
-    END = 2
-
-
 class StatesStore:
     """A dataset of states that is open for writing, by one writer at a time. ``create`` or ``open``, then ``close``.
 
@@ -109,9 +100,7 @@ class StatesStore:
         self._is_group_open = False  # shards are written that wait for the end of their window
         self._written: list[_Written] = []
         self._error: BaseException | None = None
-        self._tasks: queue.Queue[_Closed | int | threading.Event | _Order] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name="publish shards", daemon=True)
-        self._thread.start()
+        self._disk = InOrder(_NUM_WRITERS, self._errors_handed_on)
 
     @classmethod
     def create(cls, folder: Path, header: Header) -> StatesStore:
@@ -203,7 +192,7 @@ class StatesStore:
         self._num_proven, self._proven_end = len(self._open.sequences), window_end
         if self._is_group_open or 2 * self._open.num_rows >= self._open.capacity:
             self._close_shard()
-            self._tasks.put(window_end)
+            self._disk.put(lambda _: self._publish(window_end, is_full=True))
             self._is_group_open = False
         elif not self._open.sequences:
             self.settled_end = window_end  # no row of it is anywhere: what became of each is in the job's ledgers
@@ -213,7 +202,7 @@ class StatesStore:
 
         Raises DiskFull or StoreError; then what was published before stands.
         """
-        self._wait()
+        self._disk.wait()
         self._raise_error()
         if self._written:  # of a window that was not committed, and perhaps of windows before it
             first = self._written[0]
@@ -225,7 +214,7 @@ class StatesStore:
         self._open.keep(self._num_proven)
         with disk_errors(self.path):
             if len(self._open.sequences) > self._num_published:
-                self._take(self._closed(), self._write(self._number, self._open))
+                self._keep(self._closed(), self._write(self._number, self._open))
                 self._publish(self._proven_end, is_full=False)
                 self._num_published = self._num_proven
         self.settled_end = self._proven_end
@@ -243,8 +232,7 @@ class StatesStore:
         """Forget what was not published and let other writers in. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._tasks.put(_Order.END)
-            self._thread.join()
+            self._disk.close()
             self._drop_written()
             self._lock.release()
 
@@ -261,7 +249,8 @@ class StatesStore:
 
     def _close_shard(self) -> None:
         """Have the open shard written, and open the next; waits while every other buffer is being written."""
-        self._tasks.put(self._closed())
+        closed = self._closed()
+        self._disk.put(partial(self._take, closed), partial(self._emptied, closed))
         self._open = self._free.get()
         self._number += 1
         self._num_proven = self._num_published = 0
@@ -270,59 +259,15 @@ class StatesStore:
     def _closed(self) -> _Closed:
         return _Closed(self._number, list(self._open.sequences), self._num_proven, self._proven_end, self._open)
 
-    def _wait(self) -> None:
-        """Wait until all that the thread was given is done."""
-        is_done = threading.Event()
-        self._tasks.put(is_done)
-        is_done.wait()
-
-    def _work(self) -> None:
-        """The thread: have the shards that come written, take them in their order, publish them when their window is proven."""
-        waiting: deque[tuple[_Closed, Future[ShardFile]] | int | threading.Event | _Order] = deque()
-        with ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="write shard") as disk:
-            while True:
-                task = self._tasks.get()
-                if task is not _Order.LOOK:
-                    waiting.append((task, self._submitted(disk, task)) if isinstance(task, _Closed) else task)
-                while waiting and not (isinstance(waiting[0], tuple) and not waiting[0][1].done()):
-                    task = waiting.popleft()
-                    if task is _Order.END:
-                        return
-                    with self._errors_handed_on():
-                        if isinstance(task, tuple):
-                            self._take(task[0], task[1].result())
-                        elif isinstance(task, int):
-                            self._publish(task, is_full=True)
-                        else:
-                            task.set()
-
     @contextmanager
     def _errors_handed_on(self) -> Iterator[None]:
-        """Hand an error to the caller, whatever it is: without the thread it would wait for ever."""
+        """Hand an error of the disk's thread to the caller, whatever it is."""
         try:
             with disk_errors(self.path):
                 yield
         except BaseException as error:
             self._error = self._error or error
             self._drop_written()
-
-    def _submitted(self, disk: ThreadPoolExecutor, closed: _Closed) -> Future[ShardFile]:
-        try:
-            file = disk.submit(self._emptied, closed)
-        except Exception as error:  # no thread can be started, say
-            file = Future()
-            file.set_exception(error)
-            self._free.put(closed.buffer)
-        file.add_done_callback(lambda file: self._tasks.put(_Order.LOOK))
-        return file
-
-    def _emptied(self, closed: _Closed) -> ShardFile:
-        """Write a shard, and give its buffer free."""
-        try:
-            return self._write(closed.number, closed.buffer)
-        finally:
-            closed.buffer.clear()
-            self._free.put(closed.buffer)
 
     def _write(self, number: int, buffer: ShardBuffer) -> ShardFile:
         """Write a shard under its hidden name."""
@@ -333,11 +278,24 @@ class StatesStore:
             self._hidden(number).unlink(missing_ok=True)
             raise
 
-    def _take(self, shard: _Closed, file: ShardFile) -> None:
+    def _emptied(self, closed: _Closed) -> ShardFile:
+        """Write a shard, and give its buffer free before others have their turn."""
+        file = self._write(closed.number, closed.buffer)
+        self._give_free(closed.buffer)
+        return file
+
+    def _take(self, closed: _Closed, file: Future[ShardFile]) -> None:
+        if file.exception() is not None:
+            self._give_free(closed.buffer)  # the next call is told of the error, and must not wait for a buffer before
+        self._keep(closed, file.result())
+
+    def _give_free(self, buffer: ShardBuffer) -> None:
+        buffer.clear()
+        self._free.put(buffer)
+
+    def _keep(self, shard: _Closed, file: ShardFile) -> None:
         hidden = self._hidden(shard.number)
         self._written.append(_Written(shard.number, hidden, file, shard.sequences, shard.num_proven, shard.proven_end))
-        if self._error is not None:
-            self._drop_written()
 
     def _hidden(self, number: int) -> Path:
         return self.path / f"{PART_PREFIX}shard-{number:06d}"

@@ -1,14 +1,14 @@
 """The dataset of states: shards and index in groups of whole windows, resumed to the same bytes, read by safetensors alone."""
 
+import gc
 import json
-import os
 import resource
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from store_answers import SHARD_ROWS, make_answer, make_header, make_states_head
 
 from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, LineageError, StoreError, TapError
 from tensorrt_llm_ext.results import side_by_side
-from tensorrt_llm_ext.store import SHARD_BYTES, StatesStore, VectorStore, shard, states
+from tensorrt_llm_ext.store import SHARD_BYTES, StatesStore, VectorStore, in_order, states
 
 NUM_TOKENS = [1 + row * 7 % 6 for row in range(200)]
 
@@ -109,10 +109,10 @@ def test_windows_larger_than_a_shard_are_published_whole(tmp_path, header, fill)
     with StatesStore.create(tmp_path, header) as store:
         for row in range(60):  # four shards' worth
             store.append(row, *make_answer(header, row))
-        store._wait()
+        store._disk.wait()
         assert store.num_rows == 0 and index_of(tmp_path) == []
         store.commit(60)
-        store._wait()
+        store._disk.wait()
         assert store.num_rows == 60 and store.settled_end == store.settled_rows == 60
     check_rows(tmp_path, header, range(60))
 
@@ -218,41 +218,6 @@ def test_a_record_that_is_not_its_work_item_s_is_not_taken(tmp_path, header):
         assert store.num_rows == 0
 
 
-def test_a_shard_of_many_blocks_is_whole_however_slowly_they_are_written(tmp_path, monkeypatch):
-    tensors = {"a": np.random.default_rng(0).integers(0, 256, (7, 9001), np.uint8), "b": np.arange(12_345, dtype=np.int32)}
-    write, turns = shard._write, count()
-
-    def slow_now_and_then(*arguments):
-        time.sleep(0.02 * (next(turns) % 2 == 0))
-        write(*arguments)
-
-    monkeypatch.setattr(shard, "_BLOCK_BYTES", 8192)
-    monkeypatch.setattr(shard, "_write", slow_now_and_then)
-    file = shard.write_shard(tmp_path / "shard", tensors, "shard-{hash}", {"key": "value"})
-    content = (tmp_path / "shard").read_bytes()
-    assert next(turns) > 10 and len(content) == file.num_bytes
-    assert file.hash == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
-    for name, stored in safetensors.numpy.load(content).items():
-        np.testing.assert_array_equal(stored, tensors[name], strict=True)
-
-
-def test_a_disk_that_takes_a_part_of_a_block_gets_the_rest(tmp_path, monkeypatch):
-    tensors, write = {"a": np.random.default_rng(0).integers(0, 256, (7, 9001), np.uint8)}, os.write
-    monkeypatch.setattr(shard.os, "write", lambda descriptor, block: write(descriptor, block[:8192]))
-    file = shard.write_shard(tmp_path / "shard", tensors, "shard", {})
-    assert file.hash == shard.hash_of_file(tmp_path / "shard")
-    np.testing.assert_array_equal(shard.open_shard(tmp_path / "shard")["a"], tensors["a"])
-
-
-def test_the_error_of_the_last_block_is_that_of_the_shard(tmp_path, monkeypatch):
-    def broken(*arguments):
-        raise OSError(5, "a broken disk")
-
-    monkeypatch.setattr(shard, "_write", broken)
-    with pytest.raises(OSError, match="a broken disk"):
-        shard.write_shard(tmp_path / "shard", {"a": np.zeros((2, 3), np.float32)}, "shard", {})
-
-
 def test_rows_of_a_commit_that_broke_off_are_not_settled(tmp_path, header, fill, monkeypatch):
     with StatesStore.create(tmp_path, header) as store:
         fill(store, range(4))
@@ -275,7 +240,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_nothing_is_published(tm
         def submit(self, *arguments):
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(states, "ThreadPoolExecutor", NoThreads)
+    monkeypatch.setattr(in_order, "ThreadPoolExecutor", NoThreads)
     with StatesStore.create(tmp_path, header) as store, pytest.raises(RuntimeError, match="can't start"):
         for start in range(0, 96, 8):
             fill(store, range(start, start + 8))
@@ -296,6 +261,20 @@ def test_a_disk_that_lets_nothing_go_is_an_error_and_nobody_waits(tmp_path, head
             store.flush()
     with StatesStore.open(tmp_path, header) as store:
         assert store.num_rows == 0 and not list((tmp_path / "states").glob("*shard-*"))
+
+
+def test_the_buffers_of_a_store_go_with_it(tmp_path, header, fill):
+    gc.disable()  # they are gigabytes: not to wait for it is the point
+    try:
+        with StatesStore.create(tmp_path, header) as store:
+            for start in range(0, 96, 8):
+                fill(store, range(start, start + 8))
+            store.flush()
+        buffer = weakref.ref(store._open)
+        del store
+        assert buffer() is None
+    finally:
+        gc.enable()
 
 
 def test_shards_that_are_written_side_by_side_make_the_same_dataset(tmp_path, header, fill, monkeypatch):
