@@ -16,7 +16,8 @@ def card(commit: str | None = None) -> dict[str, str]:
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
     commit = commit or _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+")
     found = {"card": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__}
-    installed = {name: metadata.version(name) for name in ("triton", "transformers") if find_spec(name)}
+    packages = {"triton": "triton", "transformers": "transformers", "quack": "quack-kernels"}
+    installed = {name: metadata.version(package) for name, package in packages.items() if find_spec(name)}
     return {**found, **installed, "commit": commit}
 
 

@@ -77,6 +77,12 @@ def peer(tmp_path, stand_in):
         assert one._process.returncode is not None
 
 
+def test_vllm_is_looked_for_in_the_environment_of_its_interpreter(stand_in):
+    stand_in("right")
+    assert vllm_peer.is_installed()
+    assert not vllm_peer.is_installed("false")
+
+
 def test_a_peer_s_process_runs_a_round_whenever_it_is_told_to(peer):
     one = peer("right")
     one.wait_ready(60)
@@ -142,7 +148,7 @@ def test_a_peer_that_is_not_there_or_does_not_start_is_left_out_with_a_note(repo
 
 
 def test_without_vllm_a_note_says_so(report, monkeypatch):
-    monkeypatch.setattr(torch_h200.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch_h200, "is_installed", lambda python: False)
     assert report(["wide-peers"], kind=None)["notes"] == ["vLLM at 512 tokens a batch is left out: it is not installed here"]
 
 

@@ -1,18 +1,17 @@
 """Speed of backend torch on a CUDA card beside the limit and the peers: one run, one table, one JSON file.
 
-    python tests/bench/torch_h200.py [--json FILE] [--parts limits peers wide-peers qwen] [--trace]
+    python tests/bench/torch_h200.py [--json FILE] [--parts limits peers wide-peers qwen] [--trace] [--vllm-python PYTHON]
 
 Weights are random: for speed only. Each part is a sitting: its contenders are timed in every round, one after another, and
 its ratios are made of the medians; the file is written after each. The limit is the model's products alone, on the rows that
 the engine's own pass left. The peers, transformers and, where it is installed, vLLM, are beside ours with ids in and vectors
-on the host out.
+on the host out. vLLM pins other versions of packages that QuACK stands on: it may live in an environment of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from our_contenders import Sizes, deterministic, end_to_end, pass_over, passes_a
 from random_checkpoint import write_checkpoint
 from torch_models import DEVICE, LLAMA_2_7B, QWEN3_8B
 from transformers_peer import transformers_calls
-from vllm_peer import PeerFailed, VllmPeer
+from vllm_peer import PeerFailed, VllmPeer, is_installed
 
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
@@ -44,7 +43,8 @@ SHAPES = {"llama-2-7b": LLAMA_2_7B, "qwen3-8b": QWEN3_8B}
 
 def main() -> None:
     arguments = _arguments()
-    for report in measured(arguments.parts, machine.card(arguments.commit), has_trace=arguments.trace):
+    on, options = machine.card(arguments.commit), {"has_trace": arguments.trace, "vllm_python": arguments.vllm_python}
+    for report in measured(arguments.parts, on, **options):
         if arguments.json:
             with open(arguments.json, "w") as file:
                 json.dump(report, file, indent=1)
@@ -53,7 +53,13 @@ def main() -> None:
 
 
 def measured(
-    parts: list[str], on: dict, sizes: Sizes = Sizes(), shapes: dict[str, Architecture] = SHAPES, *, has_trace: bool = False
+    parts: list[str],
+    on: dict,
+    sizes: Sizes = Sizes(),
+    shapes: dict[str, Architecture] = SHAPES,
+    *,
+    has_trace: bool = False,
+    vllm_python: str = sys.executable,
 ) -> Iterator[dict]:
     """Run the parts; after each the report so far: machine, batch, sittings, notes on what was left out, the trace if asked for."""
     report = {"machine": on, "batch": vars(sizes), "sittings": [], "notes": []}
@@ -70,11 +76,11 @@ def measured(
                     report["trace"] = traced(pass_over(engines["fp8"], sizes.even(sizes.length), a.vocab_size))
                     yield report
                 if "peers" in parts:
-                    _beside_peers(report, "peers", engines, llama, a, sizes, sizes.num_tokens, Path(folder))
+                    _beside_peers(report, "peers", engines, llama, a, sizes, sizes.num_tokens, Path(folder), vllm_python)
                     yield report
                 if "wide-peers" in parts:
                     fp8 = {"fp8": engines["fp8"]}
-                    _beside_peers(report, "wide-peers", fp8, llama, a, sizes, 2 * sizes.num_tokens, Path(folder))
+                    _beside_peers(report, "wide-peers", fp8, llama, a, sizes, 2 * sizes.num_tokens, Path(folder), vllm_python)
                     yield report
         if "qwen" in parts:
             with _engines(b, sizes) as engines:
@@ -95,10 +101,10 @@ def _engines(a: Architecture, sizes: Sizes) -> Iterator[dict[str, TorchEngine]]:
 
 def _beside_peers(
     report: dict, part: str, engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes, num_batched_tokens: int,
-    folder: Path,
+    folder: Path, python: str,
 ) -> None:  # fmt: skip
     _free()  # vLLM takes what is there
-    with _vllm(report["notes"], a, num_batched_tokens, [*engines], folder) as started:
+    with _vllm(report["notes"], a, num_batched_tokens, [*engines], folder, python) as started:
         peers = _transformers(a, name, sizes) if part == "peers" else []  # compiled while the others start
         for peer in started:
             try:
@@ -121,12 +127,12 @@ def _transformers(a: Architecture, name: str, sizes: Sizes) -> list[Contender]:
 
 @contextmanager
 def _vllm(
-    notes: list[str], a: Architecture, num_batched_tokens: int, precisions: list[str], folder: Path
+    notes: list[str], a: Architecture, num_batched_tokens: int, precisions: list[str], folder: Path, python: str
 ) -> Iterator[list[VllmPeer]]:
     """vLLM in these precisions, starting at the same time, on a checkpoint in ``folder``; none where it is not installed, with a
     note."""
     started: list[VllmPeer] = []
-    if importlib.util.find_spec("vllm") is None:
+    if not is_installed(python):
         notes.append(f"vLLM at {num_batched_tokens:,} tokens a batch is left out: it is not installed here")
         yield started
         return
@@ -135,8 +141,8 @@ def _vllm(
         write_checkpoint(model, a)
     try:
         for precision in reversed(precisions):
-            log, quantization = folder / f"{precision}-{num_batched_tokens}.log", "fp8" if precision == "fp8" else None
-            started.append(VllmPeer(model, quantization=quantization, max_num_batched_tokens=num_batched_tokens, log=log))
+            setting = {"quantization": "fp8" if precision == "fp8" else None, "max_num_batched_tokens": num_batched_tokens}
+            started.append(VllmPeer(model, **setting, log=folder / f"{precision}-{num_batched_tokens}.log", python=python))
         yield started
     finally:
         for peer in started:
@@ -169,6 +175,7 @@ def _arguments() -> argparse.Namespace:
     described = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS], help=described)
     parser.add_argument("--trace", action="store_true", help="profile two passes and print where their time went")
+    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of the environment that has vLLM")
     return parser.parse_args()
 
 

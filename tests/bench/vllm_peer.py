@@ -35,15 +35,23 @@ class PeerFailed(Exception):
     """The process ended, was silent for too long, or answered something else; with the last lines that it printed."""
 
 
+def is_installed(python: str = sys.executable) -> bool:
+    """Say whether the environment of this interpreter has vLLM."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([python, "-c", look]).returncode == 0
+
+
 class VllmPeer:
     """One setting of vLLM in a process of its own. It starts at once; ``wait_ready`` before the first round."""
 
-    def __init__(self, folder: Path, *, quantization: str | None, max_num_batched_tokens: int, log: Path) -> None:
+    def __init__(
+        self, folder: Path, *, quantization: str | None, max_num_batched_tokens: int, log: Path, python: str = sys.executable
+    ) -> None:
         self.name = f"vllm {'fp8' if quantization else 'bf16'} {max_num_batched_tokens}"
         self.num_tokens = max_num_batched_tokens
         self.version: str | None = None
         self._log = log
-        words = [sys.executable, __file__, str(folder), "--max-num-batched-tokens", str(max_num_batched_tokens)]
+        words = [python, __file__, str(folder), "--max-num-batched-tokens", str(max_num_batched_tokens)]
         with open(log, "wb") as errors:
             self._process = subprocess.Popen(
                 words + (["--quantization", quantization] if quantization else []),

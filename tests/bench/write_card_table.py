@@ -14,6 +14,10 @@ from write_table import README, replaced
 
 PRODUCTS = "products alone"
 PEERS = ("transformers", "vllm")
+_VERSIONS = {
+    "driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "Triton", "quack": "QuACK", "transformers": "transformers",
+    "vllm": "vLLM",
+}  # fmt: skip
 
 
 def tables(reports: list[dict]) -> str:
@@ -101,8 +105,7 @@ def _beside(name: str, ratios: dict[str, float]) -> str:
 
 def _measured_on(report: dict) -> str:
     machine, clocks = report["machine"], [clock for part in report.get("sittings", []) for clock in part["clocks_mhz"]]
-    names = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "Triton", "transformers": "transformers", "vllm": "vLLM"}
-    versions = ", ".join(f"{name} {machine[key]}" for key, name in names.items() if key in machine)
+    versions = ", ".join(f"{name} {machine[key]}" for key, name in _VERSIONS.items() if key in machine)
     clock = f"SM clock {min(clocks):,} to {max(clocks):,} MHz, " if clocks else ""
     return f"{machine['card']}, {clock}{versions}; commit {machine['commit']}."
 

@@ -165,10 +165,9 @@ def _after_attention(op: ModuleType, layer: Layer, space: Workspace) -> None:
     op.multiply_add(space.rows("attended", layer.o), layer.o, space.x, space.delta)
     h = space.rows("hidden", layer.gate_up)
     op.add_norm(space.x, None if op.adds_itself(layer.o) else space.delta, layer.mlp_norm, h)
-    op.multiply(h, layer.gate_up, space.gate_up)
-    h = space.rows("inner", layer.down)
-    op.swiglu(space.gate_up, h)
-    op.multiply_add(h, layer.down, space.x, space.delta)
+    inner = space.rows("inner", layer.down)
+    op.multiply_swiglu(h, layer.gate_up, space.gate_up, inner)
+    op.multiply_add(inner, layer.down, space.x, space.delta)
 
 
 def _delta(op: ModuleType, decoder: Decoder, space: Workspace, layer: int) -> torch.Tensor | None:

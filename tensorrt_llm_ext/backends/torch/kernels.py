@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorrt_llm_ext.backends.torch import cublaslt
+from tensorrt_llm_ext.backends.torch import cublaslt, gated
 from tensorrt_llm_ext.backends.torch.attention import attention, last_attention, layout
 from tensorrt_llm_ext.backends.torch.values import Layout, Linear, Norm, Rows
 
 __all__ = [
-    "add_norm", "adds_itself", "attention", "embed", "last_attention", "layout", "mean", "multiply", "multiply_add", "quantise",
-    "swiglu", "take",
+    "add_norm", "adds_itself", "attention", "embed", "last_attention", "layout", "mean", "multiply", "multiply_add", "multiply_swiglu",
+    "quantise", "swiglu", "take",
 ]  # fmt: skip
 
 _MEAN_ROWS, _MEAN_COLUMNS = 32, 128
@@ -41,20 +41,20 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows)
 
 def swiglu(gate_up: torch.Tensor, out: Rows) -> None:
     """See ``plain.swiglu``."""
-    size = gate_up.shape[1] // 2
-    first, second, third = _pieces(size)
-    _swiglu[(len(gate_up),)](
-        gate_up, out.values, _scales(out), size, out.input_scale or 0.0, IS_FP8=out.scales is not None,
-        IS_FIXED=out.input_scale is not None, FIRST=first, SECOND=second, THIRD=third, num_warps=min(max(first // 1024, 1), 8),
-    )  # fmt: skip
+    _rewrite(gate_up, out, is_gated=True)
 
 
 def quantise(rows: torch.Tensor, out: Rows) -> None:
     """See ``plain.quantise``."""
-    size = rows.shape[1]
-    _quantise[(len(rows),)](
-        rows, out.values, _scales(out), size, out.input_scale or 0.0, IS_FP8=out.scales is not None,
-        IS_FIXED=out.input_scale is not None, **_row(size),
+    _rewrite(rows, out, is_gated=False)
+
+
+def _rewrite(rows: torch.Tensor, out: Rows, *, is_gated: bool) -> None:
+    size = out.values.shape[1]
+    first, second, third = _pieces(size)
+    _pieces_of_rows[(len(rows),)](
+        rows, out.values, _scales(out), size, out.input_scale or 0.0, IS_GATED=is_gated, IS_FP8=out.scales is not None,
+        IS_FIXED=out.input_scale is not None, FIRST=first, SECOND=second, THIRD=third, num_warps=min(max(first // 1024, 1), 8),
     )  # fmt: skip
 
 
@@ -112,6 +112,19 @@ def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tenso
     else:
         for step in rows.steps():
             torch.addmm(x[step], rows.values[step], linear.weight.t(), out=x[step])
+
+
+def multiply_swiglu(rows: Rows, linear: Linear, gate_up: torch.Tensor, out: Rows) -> None:
+    """See ``plain.multiply_swiglu``."""
+    if not gated.can_multiply(linear):
+        multiply(rows, linear, gate_up)
+        swiglu(gate_up, out)
+    elif out.scales is None:
+        gated.multiply(rows, linear, out.values)
+    else:
+        inner = gate_up.view(-1)[: gate_up.numel() // 2].view(len(gate_up), -1)
+        gated.multiply(rows, linear, inner)
+        quantise(inner, out)
 
 
 def _row(size: int) -> dict[str, int]:
@@ -212,28 +225,32 @@ def _add_norm(x, delta, weight, values, scales, size, eps, input_scale, HAS_DELT
 
 
 @triton.jit
-def _swiglu_piece(place, size, columns, inside):
-    gate = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + size + columns, mask=inside, other=0.0).to(tl.float32)
-    root = tl.rsqrt(1.0 + tl.exp2(gate * -1.4426950408889634))  # of the sigmoid: a division takes many more instructions
-    return gate * up * (root * root)
+def _piece(place, size, columns, IS_GATED: tl.constexpr):
+    """A piece of a row; of gate and up, which lie one behind the other, silu(gate) * up."""
+    inside = columns < size
+    row = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+    if IS_GATED:
+        up = tl.load(place + size + columns, mask=inside, other=0.0).to(tl.float32)
+        root = tl.rsqrt(1.0 + tl.exp2(row * -1.4426950408889634))  # of the sigmoid: a division takes many more instructions
+        row = row * up * (root * root)
+    return row
 
 
 @triton.jit
-def _swiglu(gate_up, values, scales, size, input_scale, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr,
-            FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):  # fmt: skip
+def _pieces_of_rows(rows, values, scales, size, input_scale, IS_GATED: tl.constexpr, IS_FP8: tl.constexpr,
+                    IS_FIXED: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    place = gate_up + index * 2 * size
+    place = rows + index * size * (2 if IS_GATED else 1)
     columns1 = tl.arange(0, FIRST)
-    row1 = _swiglu_piece(place, size, columns1, columns1 < size)
+    row1 = _piece(place, size, columns1, IS_GATED)
     measure = _measure(row1, IS_FIXED)
     if SECOND > 0:
         columns2 = FIRST + tl.arange(0, SECOND)
-        row2 = _swiglu_piece(place, size, columns2, columns2 < size)
+        row2 = _piece(place, size, columns2, IS_GATED)
         measure = _larger(measure, _measure(row2, IS_FIXED), IS_FIXED)
     if THIRD > 0:
         columns3 = FIRST + SECOND + tl.arange(0, THIRD)
-        row3 = _swiglu_piece(place, size, columns3, columns3 < size)
+        row3 = _piece(place, size, columns3, IS_GATED)
         measure = _larger(measure, _measure(row3, IS_FIXED), IS_FIXED)
     factor = 1.0
     if IS_FP8:
@@ -244,15 +261,6 @@ def _swiglu(gate_up, values, scales, size, input_scale, IS_FP8: tl.constexpr, IS
         tl.store(out + columns2, _saturated(row2 * factor, IS_FIXED).to(values.dtype.element_ty), mask=columns2 < size)
     if THIRD > 0:
         tl.store(out + columns3, _saturated(row3 * factor, IS_FIXED).to(values.dtype.element_ty), mask=columns3 < size)
-
-
-@triton.jit
-def _quantise(rows, values, scales, size, input_scale, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    row = tl.load(rows + index * size + columns, mask=inside, other=0.0).to(tl.float32)
-    _write(row, values, scales, index, size, input_scale, columns, inside, IS_FP8, IS_FIXED)
 
 
 @triton.jit

@@ -121,6 +121,13 @@ def multiply_add(rows: Rows, linear: Linear, x: torch.Tensor, delta: torch.Tenso
     multiply(rows, linear, delta)
 
 
+def multiply_swiglu(rows: Rows, linear: Linear, gate_up: torch.Tensor, out: Rows) -> None:
+    """Write silu(gate) * up of ``rows @ weight.T + bias`` to ``out``; ``gate_up`` ``[M, 2 intermediate]`` is memory for what lies
+    between."""
+    multiply(rows, linear, gate_up)
+    swiglu(gate_up, out)
+
+
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round float32 rows to e4m3, each with a scale of its own: values, and scales ``[rows, 1]``."""
     scales = rows.abs().amax(1, keepdim=True).clamp_(min=SMALLEST_ROW) / FP8_MAX

@@ -32,6 +32,11 @@ def quickest(calls: Sequence[Callable[[], None]]) -> int:
     return min(finalists, key=long.__getitem__)
 
 
+def cache_folder() -> Path:
+    """The user's cache folder of this package."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tensorrt_llm_ext"
+
+
 def kept(what: str) -> object:
     """What the file holds of ``what`` for this card; None where it holds nothing."""
     return _read().get(_on_this_card(what))
@@ -80,8 +85,7 @@ def _read() -> dict[str, object]:
 
 
 def _file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder) / "tensorrt_llm_ext" / "trials.json"
+    return cache_folder() / "trials.json"
 
 
 def _on_this_card(what: str) -> str:

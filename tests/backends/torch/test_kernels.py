@@ -94,6 +94,21 @@ def test_swiglu(is_fp8, size):
     assert_same_rows(found, expected)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("is_one_pass", [False, True])
+def test_swiglu_of_a_product(is_fp8, is_one_pass, monkeypatch):
+    def multiply(rows, linear, out):
+        plain.swiglu(rows.values @ linear.weight.T, Rows(out))
+
+    monkeypatch.setattr(kernels.gated, "can_multiply", lambda linear: is_one_pass)
+    monkeypatch.setattr(kernels.gated, "multiply", multiply)
+    rows, linear = Rows(random(6, 48)), Linear(random(2 * SIZE, 48, seed=1) / 7)
+    found, expected = rows_pair(6, SIZE, is_fp8)
+    for module, out in ((kernels, found), (plain, expected)):
+        module.multiply_swiglu(rows, linear, torch.full((6, 2 * SIZE), float("nan"), dtype=DTYPE, device=DEVICE), out)
+    assert_same_rows(found, expected)
+
+
 @pytest.mark.parametrize("operation", ["add_norm", "swiglu", "quantise"])
 def test_a_fixed_scale_saturates_and_a_row_that_is_not_finite_stays_so(operation):
     rows = random(6, 2 * SIZE if operation == "swiglu" else SIZE)
