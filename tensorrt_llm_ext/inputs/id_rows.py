@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from tensorrt_llm_ext.errors import Refusal
 from tensorrt_llm_ext.fingerprint import token_hashes
@@ -17,6 +19,8 @@ from tensorrt_llm_ext.inputs.fields import request_id_of_row, token_ids_of_row
 from tensorrt_llm_ext.inputs.policy import TokenPolicy
 from tensorrt_llm_ext.inputs.rows import AcceptedRow, Fields, Row
 from tensorrt_llm_ext.results.record import WorkItem
+
+_INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,40 @@ class IdRows:
             if self.request_ids is not None:
                 values[fields.request_id] = self.request_ids[place]
             yield Row(self.number + place, None if self.line is None else self.line + place, values, fraction)
+
+
+def columns_of_ids(
+    batch: pa.RecordBatch, fields: Fields, number: int, line: int | None, fractions: list[float | None]
+) -> IdRows | None:
+    """The rows of a batch whose ids are whole; None where a null, a larger number, or another field wants to be looked at
+    row by row."""
+    if fields.loss_mask is not None or fields.request_id == fields.ids:
+        return None
+    column = batch[fields.ids]
+    if pa.types.is_dictionary(column.type) or column.null_count or not len(column):
+        return None
+    values = column.flatten()
+    if values.null_count:
+        return None
+    numbers = values.to_numpy()
+    if len(numbers) and not _INT32.min <= numbers.min() <= numbers.max() <= _INT32.max:
+        return None
+    request_ids = None
+    if fields.request_id is not None and (request_ids := _request_ids(batch[fields.request_id])) is None:
+        return None
+    token_ids = numbers.astype(np.int32)  # a copy: the file may be mapped, and is closed before the rows are used
+    token_ids.flags.writeable = False
+    offsets = np.cumsum([0, *pc.list_value_length(column).to_pylist()])
+    return IdRows(number, line, token_ids, offsets, request_ids, fractions)
+
+
+def _request_ids(column: pa.Array) -> list[str] | None:
+    """A column of ids as text; None where one of them is not an id."""
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        return None
+    return None if None in values or "" in values else list(map(str, values))
 
 
 def together(rows: Iterable[Row], fields: Fields) -> Iterator[Row | IdRows]:

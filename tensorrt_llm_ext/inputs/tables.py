@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tensorrt_llm_ext.errors import InputError, Refusal, nearest_name
-from tensorrt_llm_ext.inputs.id_rows import IdRows, one_by_one
+from tensorrt_llm_ext.inputs.id_rows import IdRows, columns_of_ids, one_by_one
 from tensorrt_llm_ext.inputs.rows import Fields, Row
 
 _BATCH_ROWS = 1024
-_INT32 = np.iinfo(np.int32)
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -164,45 +161,13 @@ _WANTED = {
 def _rows(batches: Iterator[pa.RecordBatch], fields: Fields, num_rows: int) -> Iterator[Row | IdRows]:
     number = 0
     for batch in batches:
-        if fields.ids is not None and (rows := _id_rows(batch, fields, number, num_rows)) is not None:
+        fractions = [(place + 1) / num_rows for place in range(number, number + batch.num_rows)]
+        if fields.ids is not None and (rows := columns_of_ids(batch, fields, number, None, fractions)) is not None:
             yield rows
         else:
-            for place, value in enumerate(_values(batch), number):
-                yield Row(place, None, value, (place + 1) / num_rows)
+            for place, value in enumerate(_values(batch)):
+                yield Row(number + place, None, value, fractions[place])
         number += batch.num_rows
-
-
-def _id_rows(batch: pa.RecordBatch, fields: Fields, number: int, num_rows: int) -> IdRows | None:
-    """The rows of a batch whose ids are whole; None where a null, a larger number, or another field wants to be looked at
-    row by row."""
-    if fields.loss_mask is not None or fields.request_id == fields.ids:
-        return None
-    column = batch[fields.ids]
-    if pa.types.is_dictionary(column.type) or column.null_count or not len(column):
-        return None
-    values = column.flatten()
-    if values.null_count:
-        return None
-    numbers = values.to_numpy()
-    if len(numbers) and not _INT32.min <= numbers.min() <= numbers.max() <= _INT32.max:
-        return None
-    request_ids = None
-    if fields.request_id is not None and (request_ids := _request_ids(batch[fields.request_id])) is None:
-        return None
-    token_ids = numbers.astype(np.int32)  # a copy: the file may be mapped, and is closed before the rows are used
-    token_ids.flags.writeable = False
-    offsets = np.cumsum([0, *pc.list_value_length(column).to_pylist()])
-    fractions = [(place + 1) / num_rows for place in range(number, number + batch.num_rows)]
-    return IdRows(number, None, token_ids, offsets, request_ids, fractions)
-
-
-def _request_ids(column: pa.Array) -> list[str] | None:
-    """A column of ids as text; None where one of them is not an id."""
-    try:
-        values = column.to_pylist()
-    except UnicodeDecodeError:
-        return None
-    return None if None in values or "" in values else list(map(str, values))
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[dict | Refusal]:

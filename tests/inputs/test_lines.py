@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorrt_llm_ext.errors import InputError, Refusal
-from tensorrt_llm_ext.inputs import Fields, lines, open_input
-from tensorrt_llm_ext.inputs.lines import _parsed, _quickly_parsed
+from tensorrt_llm_ext.inputs import Fields, Row, lines, open_input
+from tensorrt_llm_ext.inputs.id_rows import together
+from tensorrt_llm_ext.inputs.lines import LineInput, _parsed, _quickly_parsed, _read_by_arrow
 
 
 def rows_of(path, **options):
@@ -105,6 +106,63 @@ CHANGED = st.tuples(WRITTEN, PIECES, st.integers(0, 60)).map(lambda parts: parts
 def test_what_orjson_is_trusted_with_is_what_json_says(line):
     value = _quickly_parsed(line.encode())
     assert value is None or repr(value) == repr(_parsed(line))
+
+
+IDS = st.fixed_dictionaries(
+    {"ids": st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)}, optional={"id": st.text(max_size=3) | st.integers() | st.none()}
+)
+LINES_OF_IDS = IDS.flatmap(
+    lambda value: st.sampled_from([json.dumps(value), json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)])
+)
+BROKEN = st.tuples(LINES_OF_IDS, PIECES | st.sampled_from(["{}", "}{", "\r", "\0", "\x1f", "\ufeff", "1.0", "01"]), st.integers(0, 40)).map(
+    lambda parts: parts[0][: parts[2]] + parts[1] + parts[0][parts[2] :]
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(st.lists(LINES_OF_IDS | BROKEN, min_size=1, max_size=3), st.sampled_from([Fields(ids="ids"), Fields(ids="ids", request_id="id")]))
+def test_what_arrow_is_trusted_with_is_what_json_says(texts, fields):
+    group = [text.encode(errors="surrogatepass") for text in texts]
+    if (found := _read_by_arrow(group, fields, 5, [None] * len(group))) is not None:
+        (expected,) = together([Row(5 + n, 6 + n, _parsed(text)) for n, text in enumerate(texts)], fields)
+        assert (found.number, found.line, found.request_ids) == (5, 6, expected.request_ids)
+        assert found.token_ids.tolist() == expected.token_ids.tolist() and found.offsets.tolist() == expected.offsets.tolist()
+
+
+@pytest.mark.parametrize("fields", [Fields(ids="ids"), Fields(ids="ids", request_id="id")])
+def test_plain_lines_of_ids_are_read_by_arrow_alone(jsonl, fields, monkeypatch):
+    monkeypatch.setattr(lines, "together", None)
+    values = [{"ids": [n, -n] * (n % 3), **({"id": f"r{n}"} if fields.request_id else {})} for n in range(700)]
+    first, second = LineInput(str(jsonl(*map(json.dumps, values))), fields, is_json=True).pieces()
+    rows = [*first.rows(fields), *second.rows(fields)]
+    assert [row.number for row in rows] == list(range(700)) and [row.line for row in rows] == list(range(1, 701))
+    assert [{**row.fields, "ids": row.fields["ids"].tolist()} for row in rows] == values
+    assert (second.number, second.line) == (512, 513)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        ["", '{"ids": [1]}{"ids": [2]}'],
+        ['{"ids": [1]}{"ids": [2]}', ""],
+        ['{"ids": [1]}', '{"ids": [2]}\0 and more'],
+        ['{"ids": [1', '{"ids": [2]}'],
+        ['{"ids": [1]}', '{"ids": [2]} {'],
+        ['{"ids": [1]}', ' \t{"ids": [2]}'],
+        ['{"ids": [1]}', '{"ids": [2], "x": 1}'],
+        ['{"ids": [1]}', '{"ids": [2], "ids": [3]}'],
+        ['{"ids": [1]}', '{"ids": null}'],
+        ['{"ids": [1]}', '{"ids": [null]}'],
+        ['{"ids": [1]}', '{"ids": [1.0]}'],
+        ['{"ids": [1]}', '{"ids": [true]}'],
+        ['{"ids": [1]}', '{"ids": ["1"]}'],
+        ['{"ids": [1]}', '{"ids": [2147483648]}'],
+        ['{"ids": [1]}', "{}"],
+        ['{"ids": true}'],
+    ],
+)
+def test_lines_that_arrow_would_read_otherwise_or_not_at_all_are_left_to_json(group):
+    assert _read_by_arrow([line.encode() for line in group], Fields(ids="ids"), 0, [None] * len(group)) is None
 
 
 @pytest.mark.parametrize(
