@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from contenders import Contender, on_device, on_host
 from random_sessions import random_items, random_session
 from torch_models import contract_of, random_engine
 
+from tensorrt_llm_ext.backends.torch import gated
 from tensorrt_llm_ext.backends.torch.decoder import Batch
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
@@ -18,7 +20,7 @@ from tensorrt_llm_ext.results import Record
 
 TAPS = "final@last"
 PRECISIONS = ("fp8", "bfloat16")
-PRODUCTS, END_TO_END, DETERMINISTIC = "products alone", "ids to host vectors", "deterministic"
+PRODUCTS, END_TO_END, DETERMINISTIC, APART = "products alone", "ids to host vectors", "deterministic", "SwiGLU apart"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,17 @@ def deterministic(engines: dict[str, TorchEngine], name: str, a: Architecture, s
         strict = random_engine(a, taps=TAPS, precision=precision, limits=limits, is_deterministic=True, decoder=decoder)
         ours = f"{name} {precision}"
         found.append(_passes(strict, f"{ours} {DETERMINISTIC}", a, sizes.even(sizes.length), (ours,)))
+    return found
+
+
+def swiglu_apart(engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes) -> list[Contender]:
+    """Passes in which SwiGLU is a pass of its own, where an engine computes it in its product's epilogue."""
+    found = []
+    for precision, engine in engines.items():
+        if gated.can_multiply(engine._decoder.layers[0].gate_up):
+            ours = f"{name} {precision}"
+            passes = _passes(engine, f"{ours} {APART}", a, sizes.even(sizes.length), (ours,))
+            found.append(replace(passes, measure=mock.patch.object(gated, "can_multiply", lambda linear: False)(passes.measure)))
     return found
 
 

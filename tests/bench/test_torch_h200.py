@@ -5,15 +5,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parent))
 
 import contenders  # noqa: E402
 import torch_h200  # noqa: E402
 import vllm_peer  # noqa: E402
-from our_contenders import Sizes, _flops, _product_sizes  # noqa: E402
+from our_contenders import Sizes, _flops, _product_sizes, random_engines, swiglu_apart  # noqa: E402
 from random_checkpoint import write_checkpoint  # noqa: E402
 from torch_models import LLAMA_2_7B, QWEN3_8B  # noqa: E402
+
+from tensorrt_llm_ext.backends.torch import gated  # noqa: E402
 
 SIZES = Sizes(num_tokens=256, length=128, long=200, longest=512, num_batches=2)
 TINY = {
@@ -139,6 +142,18 @@ def test_every_part_has_its_rows_and_ratios_in_every_round(report, capsys):
     assert "llama-2-7b fp8 mixed / llama-2-7b fp8" in found["sittings"][0]["ratios"]
     torch_h200.print_report(found)
     assert "llama-2-7b vllm fp8 512" in capsys.readouterr().out
+
+
+def test_passes_with_swiglu_apart_are_timed_where_it_is_an_epilogue(monkeypatch):
+    a, seen = TINY["llama-2-7b"], []
+    with torch.inference_mode():
+        engines = random_engines(a, SIZES)
+        assert swiglu_apart(engines, "llama", a, SIZES) == []
+        monkeypatch.setattr(gated, "can_multiply", lambda linear: True)
+        fp8, _ = swiglu_apart(engines, "llama", a, SIZES)
+        monkeypatch.setattr(engines["fp8"], "_forward", lambda batch: seen.append(gated.can_multiply(None)))
+        assert fp8.name == "llama fp8 SwiGLU apart" and fp8.against == ("llama fp8",) and fp8.measure() > 0
+    assert seen and not any(seen) and gated.can_multiply(None)
 
 
 def test_a_peer_that_is_not_there_or_does_not_start_is_left_out_with_a_note(report):

@@ -23,7 +23,7 @@ import machine
 import torch
 from card_trace import traced
 from contenders import Contender, on_device, sitting
-from our_contenders import Sizes, deterministic, end_to_end, pass_over, passes_and_products, random_engines
+from our_contenders import Sizes, deterministic, end_to_end, pass_over, passes_and_products, random_engines, swiglu_apart
 from random_checkpoint import write_checkpoint
 from torch_models import DEVICE, LLAMA_2_7B, QWEN3_8B
 from transformers_peer import transformers_calls
@@ -33,7 +33,7 @@ from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 
 PARTS = {
-    "limits": "the Llama shape: every kind of lengths, the products alone, and the cost of determinism",
+    "limits": "the Llama shape: every kind of lengths, the products alone, SwiGLU apart, and the cost of determinism",
     "peers": "ours beside transformers, and vLLM at as many tokens a batch",
     "wide-peers": "ours in FP8 beside vLLM's at twice as many tokens a batch",
     "qwen": "the Qwen3-8B shape: lengths and products",
@@ -68,7 +68,8 @@ def measured(
         if {*parts} - {"qwen"} or has_trace:
             with _engines(a, sizes) as engines, tempfile.TemporaryDirectory() as folder:
                 if "limits" in parts:
-                    contenders = passes_and_products(engines, llama, a, sizes) + deterministic(engines, llama, a, sizes)
+                    contenders = passes_and_products(engines, llama, a, sizes)
+                    contenders += swiglu_apart(engines, llama, a, sizes) + deterministic(engines, llama, a, sizes)
                     report["sittings"].append(sitting("limits", contenders))
                     del contenders
                     yield report
