@@ -175,19 +175,19 @@ def _groups(lines: Iterator[bytes | Refusal]) -> Iterator[list[bytes | Refusal]]
 def _read_by_arrow(group: list[bytes | Refusal], fields: Fields, number: int, fractions: list[float | None]) -> IdRows | None:
     """The lines as rows of ids, read by Arrow while other threads hold the GIL; None where a line wants to be looked at by itself.
 
-    Arrow is strict, and reads what the json module reads where every line is one object of these fields and no others. It would
-    pass over a blank line, take two objects in a line for two rows, and stop at a zero byte: so there are none.
+    Arrow is strict, and reads what the json module reads where every line is one object of these fields and no others. But it
+    passes over a blank line, and takes two objects in a line for two rows.
     """
-    first = None if isinstance(group[0], Refusal) else _quickly_parsed(group[0])
-    if first is None or {*first} != {*fields.names()} or not all(isinstance(line, bytes) and line[:1] == b"{" for line in group):
+    if len(group) == 1 or not all(isinstance(line, bytes) and line[:1] == b"{" for line in group):
         return None
-    block = b"\n".join(group)
-    if block.count(b"{") != len(group) or b"\0" in block:
+    first = _quickly_parsed(group[0])
+    if first is None or {*first} != {*fields.names()}:
         return None
     types = {fields.ids: pa.list_(pa.int64())}
     if fields.request_id is not None:
         types[fields.request_id] = pa.string() if isinstance(first[fields.request_id], str) else pa.int64()
     parsing = pj.ParseOptions(pa.schema(types), unexpected_field_behavior="error")
+    block = b"\n".join(group)
     try:
         table = pj.read_json(pa.BufferReader(block), pj.ReadOptions(use_threads=False, block_size=len(block) + 1), parsing)
     except pa.ArrowException:

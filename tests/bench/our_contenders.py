@@ -14,6 +14,7 @@ from torch_models import contract_of, random_engine
 from tensorrt_llm_ext.backends.torch import gated
 from tensorrt_llm_ext.backends.torch.decoder import Batch
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
+from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.results import Record
@@ -51,8 +52,12 @@ class Sizes:
 
 
 def random_engines(a: Architecture, sizes: Sizes) -> dict[str, TorchEngine]:
-    """An engine of each precision."""
-    return {precision: random_engine(a, taps=TAPS, precision=precision, limits=sizes.limits) for precision in PRECISIONS}
+    """An engine of each precision. Products that its passes do not compute alone have an algorithm chosen, too: they are timed."""
+    engines = {precision: random_engine(a, taps=TAPS, precision=precision, limits=sizes.limits) for precision in PRECISIONS}
+    with mock.patch.object(gated, "can_multiply", lambda linear: False):
+        for engine in engines.values():
+            choose_algorithms(engine._decoder, engine._space.of(sizes.num_tokens))
+    return engines
 
 
 def passes_and_products(engines: dict[str, TorchEngine], name: str, a: Architecture, sizes: Sizes) -> list[Contender]:

@@ -108,6 +108,7 @@ def test_what_orjson_is_trusted_with_is_what_json_says(line):
     assert value is None or repr(value) == repr(_parsed(line))
 
 
+FIELDS = Fields(ids="ids")
 IDS = st.fixed_dictionaries(
     {"ids": st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)}, optional={"id": st.text(max_size=3) | st.integers() | st.none()}
 )
@@ -129,24 +130,42 @@ def test_what_arrow_is_trusted_with_is_what_json_says(texts, fields):
         assert found.token_ids.tolist() == expected.token_ids.tolist() and found.offsets.tolist() == expected.offsets.tolist()
 
 
-@pytest.mark.parametrize("fields", [Fields(ids="ids"), Fields(ids="ids", request_id="id")])
-def test_plain_lines_of_ids_are_read_by_arrow_alone(jsonl, fields, monkeypatch):
+@pytest.mark.parametrize("request_id", [None, "r{}".format, lambda n: n - 3])
+def test_plain_lines_of_ids_are_read_by_arrow_alone(jsonl, request_id, monkeypatch):
     monkeypatch.setattr(lines, "together", None)
-    values = [{"ids": [n, -n] * (n % 3), **({"id": f"r{n}"} if fields.request_id else {})} for n in range(700)]
+    fields = Fields(ids="ids", request_id=request_id and "id")
+    values = [{"ids": [n, -n] * (n % 3), **({"id": request_id(n)} if request_id else {})} for n in range(700)]
     first, second = LineInput(str(jsonl(*map(json.dumps, values))), fields, is_json=True).pieces()
     rows = [*first.rows(fields), *second.rows(fields)]
     assert [row.number for row in rows] == list(range(700)) and [row.line for row in rows] == list(range(1, 701))
-    assert [{**row.fields, "ids": row.fields["ids"].tolist()} for row in rows] == values
+    assert [row.fields["ids"].tolist() for row in rows] == [value["ids"] for value in values]
+    assert [row.fields.get("id") for row in rows] == [request_id and str(request_id(n)) for n in range(700)]
     assert (second.number, second.line) == (512, 513)
+
+
+def test_long_lines_of_ids_are_read_by_arrow_too(jsonl, monkeypatch):
+    monkeypatch.setattr(lines, "together", None)
+    (piece,) = LineInput(str(jsonl(*[json.dumps({"ids": list(range(200_000))})] * 2)), FIELDS, is_json=True).pieces()
+    assert [row.fields["ids"].tolist() for row in piece.rows(FIELDS)] == [list(range(200_000))] * 2
+
+
+def test_a_line_that_is_too_long_stands_alone_among_lines_of_ids(jsonl, monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 20)
+    short, long = '{"ids": [1, 2]}', json.dumps({"ids": [1] * 20})
+    for texts in ((long, short, short), (short, long, short)):
+        rows = list(LineInput(str(jsonl(*texts)), FIELDS, is_json=True).rows())
+        codes = [row.fields.code if isinstance(row.fields, Refusal) else None for row in rows]
+        assert codes == ["line_too_long" if text is long else None for text in texts]
 
 
 @pytest.mark.parametrize(
     "group",
     [
-        ["", '{"ids": [1]}{"ids": [2]}'],
-        ['{"ids": [1]}{"ids": [2]}', ""],
+        ['{"ids": [1]}', "", '{"ids": [2]}{"ids": [3]}'],
+        ['{"ids": [1]}', '{"ids": [2]}{"ids": [3]}'],
+        ['{"ids": [1]}', "", '{"ids": [2]}'],
         ['{"ids": [1]}', '{"ids": [2]}\0 and more'],
-        ['{"ids": [1', '{"ids": [2]}'],
+        ['{"ids": [1]}', '{"ids": [2', '{"ids": [3]}'],
         ['{"ids": [1]}', '{"ids": [2]} {'],
         ['{"ids": [1]}', ' \t{"ids": [2]}'],
         ['{"ids": [1]}', '{"ids": [2], "x": 1}'],
@@ -158,11 +177,17 @@ def test_plain_lines_of_ids_are_read_by_arrow_alone(jsonl, fields, monkeypatch):
         ['{"ids": [1]}', '{"ids": ["1"]}'],
         ['{"ids": [1]}', '{"ids": [2147483648]}'],
         ['{"ids": [1]}', "{}"],
-        ['{"ids": true}'],
+        ['{"ids": [1]}'],
     ],
 )
 def test_lines_that_arrow_would_read_otherwise_or_not_at_all_are_left_to_json(group):
-    assert _read_by_arrow([line.encode() for line in group], Fields(ids="ids"), 0, [None] * len(group)) is None
+    assert _read_by_arrow([line.encode() for line in group], FIELDS, 0, [None] * len(group)) is None
+
+
+@pytest.mark.parametrize("second", [b'"\xff"', b'"\\ud800"', b'""', b"null", b"2", b"true", b"1.5"])
+def test_ids_of_requests_that_arrow_cannot_give_are_left_to_json(second):
+    group = [b'{"id": "a", "ids": [1]}', b'{"id": %s, "ids": [1]}' % second]
+    assert _read_by_arrow(group, Fields(ids="ids", request_id="id"), 0, [None] * 2) is None
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """SwiGLU as an epilogue of QuACK's product, with the scales of e4m3. Importing this module needs QuACK (the extra ``hopper``).
 
-QuACK calls the function once for every two neighbouring outputs, gate and up of one value, while it traces its kernel; what
-it compiles is kept in the user's cache folder, by its version and by all that decides the code.
+QuACK calls the function once for every two neighbouring outputs, gate and up of one value, while it traces its kernel. What
+it compiles is kept in the user's cache folder, or where QUACK_CACHE_DIR says: its own is one in /tmp, which anyone may make first.
 """
 
 from __future__ import annotations
 
-import os
+import threading
+from pathlib import Path
 
 import quack.cache
 import torch
@@ -15,14 +16,18 @@ from quack.epilogue import gemm_epilogue, unpack
 from quack.epilogue.library import swiglu_mod
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 
-from tensorrt_llm_ext.backends.torch import trials
+from tensorrt_llm_ext.backends.torch import gated, trials
 from tensorrt_llm_ext.backends.torch.values import Linear, Rows
 
-if "QUACK_CACHE_DIR" not in os.environ:  # QuACK's own is a folder that all users of a machine share
-    quack.cache.CACHE_DIR = str(trials.cache_folder() / "quack")
+quack.cache.EXTRA_SOURCE_DIRS.append(Path(__file__).parent)  # it knows an installed function by its name alone
+if quack.cache.CACHE_DIR is None:
+    gated.keep_compiled(quack.cache, trials.cache_folder() / "quack")
+
+_CALLING = threading.Lock()
+"""Held during a call: the first of its kind compiles, which serves one thread."""
 
 _TILES = {"tile_M": 128, "tile_N": 192, "cluster_M": 2, "pingpong": True}
-"""The quickest of those tried on an H200, in both types: a tile's epilogue runs while another tile is multiplied."""
+"""A tile's epilogue runs while another tile is multiplied. Larger tiles that are computed together, and smaller ones, were slower."""
 
 _FAST_SUM = (("fp8_slow_accum", False),)  # as ``cublaslt`` sums e4m3
 
@@ -38,10 +43,12 @@ def _scaled_swiglu(acc, row_scales, out_scales):
 def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
     """See ``gated.multiply``."""
     # In concat_layout: gate lies above up, and is read as if their rows took turns.
-    if linear.is_fp8:
-        given = {"postact": out, "row_scales": rows.scales.view(1, -1), "out_scales": linear.scales}
-        _scaled_swiglu.gemm(
-            rows.values, linear.weight, None, epi_args=given, concat_layout=("B", "out_scales"), post_init_attrs=_FAST_SUM, **_TILES
-        )
-    else:
-        swiglu_mod.gemm(rows.values, linear.weight, None, epi_args={"postact": out}, concat_layout=("B",), **_TILES)
+    with _CALLING:
+        if linear.is_fp8:
+            given = {"postact": out, "row_scales": rows.scales.view(1, -1), "out_scales": linear.scales}
+            turns = ("B", "out_scales")
+            _scaled_swiglu.gemm(
+                rows.values, linear.weight, None, epi_args=given, concat_layout=turns, post_init_attrs=_FAST_SUM, **_TILES
+            )
+        else:
+            swiglu_mod.gemm(rows.values, linear.weight, None, epi_args={"postact": out}, concat_layout=("B",), **_TILES)

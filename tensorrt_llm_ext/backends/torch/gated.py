@@ -6,25 +6,30 @@ What a product writes is half as wide then, and SwiGLU reads nothing again. QuAC
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 import torch
+from packaging.specifiers import SpecifierSet
 
 from tensorrt_llm_ext.backends.torch.values import FP8, Linear, Rows
 from tensorrt_llm_ext.errors import BackendError
 
 _CAPABILITY = (9, 0)
-_VERSION = "0.6."  # of quack-kernels: its epilogues are not a stable interface
+_VERSIONS = SpecifierSet(">=0.6.5,<0.7")  # of quack-kernels, as in pyproject.toml: its epilogues are not a stable interface
 _ALIGNED = 16  # bytes: what the card's unit for copies asks of a row
 
 
 def can_multiply(linear: Linear) -> bool:
     """Say whether ``multiply`` serves this layer here: without a bias, in bfloat16 or e4m3, with rows that the card can copy."""
     size_out, size_in = linear.weight.shape
-    fits = size_in * linear.weight.itemsize % _ALIGNED == 0 and size_out % _ALIGNED == 0
-    return linear.weight.dtype in (torch.bfloat16, FP8) and linear.bias is None and fits and _epilogues() is not None
+    row_bytes = size_in * linear.weight.itemsize, size_out // 2 * torch.bfloat16.itemsize
+    fits = linear.weight.dtype in (torch.bfloat16, FP8) and linear.bias is None and not any(size % _ALIGNED for size in row_bytes)
+    return fits and _is_hopper(linear.weight.device) and _epilogues() is not None
 
 
 def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
@@ -35,22 +40,38 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
     _epilogues().multiply(rows, linear, out)
 
 
+def keep_compiled(cache: ModuleType, folder: Path) -> None:
+    """Have QuACK's ``cache`` keep what it compiles in ``folder``, or nothing where that cannot be written or locked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        cache.CACHE_ENABLED = False
+    else:
+        cache.CACHE_DIR = str(folder)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
 @lru_cache(maxsize=1)
 def _epilogues() -> ModuleType | None:
-    """The module that needs QuACK; None where that is not installed, or cannot run."""
+    """The module that needs QuACK; None where that is not installed."""
     try:
         version = metadata.version("quack-kernels")
     except metadata.PackageNotFoundError:
         return None
-    if not version.startswith(_VERSION) or not torch.cuda.is_available() or torch.cuda.get_device_capability() != _CAPABILITY:
+    if not version or version not in _VERSIONS:
         return None
     try:
         from tensorrt_llm_ext.backends.torch import epilogues
-    except (ImportError, AttributeError, TypeError) as error:  # of one of the packages that it stands on
+    except Exception as error:  # whatever the packages raise that it stands on
         raise BackendError(
             f"QuACK {version} is installed, but it does not import",
             expected="what the extra hopper installs: pip install 'tensorrt_llm_ext[hopper]'",
             found=error,
-            fix="install the extra again, or remove quack-kernels: the engine runs without it, a few percent slower",
+            fix="install the extra again, or remove quack-kernels: the engine runs without it, slower",
         ) from error
     return epilogues

@@ -1,8 +1,8 @@
 """The decoder's operations on a CUDA card: Triton for what a row does on its own, the vendor's library for products.
 
 Every kernel reads its rows once and writes what the next product takes, e4m3 with a scale a row where that is FP8: residual
-add, norm and quantisation are one pass, and so are SwiGLU and quantisation. What each saves against its plain twin in
-``plain.py`` is measured by tests/bench/torch_h200.py.
+add, norm and quantisation are one pass. SwiGLU is the epilogue of its product where ``gated`` serves that, else one pass with its
+quantisation. What each saves against its plain twin in ``plain.py`` is measured by tests/bench/torch_h200.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tensorrt_llm_ext.backends.torch import cublaslt
+from tensorrt_llm_ext.backends.torch import cublaslt, gated
 from tensorrt_llm_ext.backends.torch.decoder import Decoder
 from tensorrt_llm_ext.backends.torch.values import Linear, Rows
 from tensorrt_llm_ext.backends.torch.workspace import Workspace
@@ -14,14 +14,16 @@ _PRODUCTS = {"qkv": ("hidden", "qkv"), "o": ("attended", "x"), "gate_up": ("hidd
 
 
 def choose_algorithms(decoder: Decoder, space: Workspace) -> None:
-    """Choose an algorithm for every kind of product, over as many rows as ``space`` has. What its buffers held is lost."""
+    """Choose an algorithm for every kind of product that a pass leaves to cuBLASLt, over as many rows as ``space`` has. What its
+    buffers held is lost."""
     for name, (source, out) in _PRODUCTS.items():
         kinds: dict[torch.dtype, list[Linear]] = {}
         for layer in decoder.layers:
             linear = getattr(layer, name)
             kinds.setdefault(linear.weight.dtype, []).append(linear)
         for linears in kinds.values():
-            if cublaslt.can_multiply(linears[0]):
+            is_fused = name == "gate_up" and gated.can_multiply(linears[0])
+            if cublaslt.can_multiply(linears[0]) and not is_fused:
                 rows = space.rows(source, linears[0])
                 _draw(rows, space.delta)
                 cublaslt.try_algorithms(rows, linears, getattr(space, out), adds=out == "x")

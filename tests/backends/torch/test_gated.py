@@ -1,22 +1,39 @@
 """The product with SwiGLU in its epilogue: where it is taken, and on a Hopper card that it is right."""
 
+import fcntl
 import os
+import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
-from tensorrt_llm_ext.backends.torch import gated, plain, trials
+from tensorrt_llm_ext.backends.torch import gated, plain
 from tensorrt_llm_ext.backends.torch.values import FP8, Linear, Rows
 from tensorrt_llm_ext.errors import BackendError
 
+ROOT = Path(__file__).parents[3]
+
+
 @pytest.fixture
-def fresh():
-    gated._epilogues.cache_clear()
-    yield
-    gated._epilogues.cache_clear()
+def hopper(monkeypatch):
+    """A Hopper card, as far as one is asked for, and QuACK 0.6.5 by its metadata; nothing is remembered."""
+    monkeypatch.setattr(gated, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.6.5")
+    forget = gated._epilogues.cache_clear
+    forget()
+    yield monkeypatch
+    forget()
+
+
+LINEAR = Linear(torch.zeros(160, 96, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -30,35 +47,68 @@ def fresh():
         ({"bias": torch.zeros(160, dtype=torch.bfloat16)}, False),
     ],
 )
-def test_it_serves_layers_that_the_card_can_copy(monkeypatch, change, serves):
-    monkeypatch.setattr(gated, "_epilogues", object)
-    assert gated.can_multiply(replace(Linear(torch.zeros(160, 96, dtype=torch.bfloat16)), **change)) is serves
+def test_it_serves_layers_that_the_card_can_copy(hopper, change, serves):
+    hopper.setattr(gated, "_epilogues", object)
+    assert gated.can_multiply(replace(LINEAR, **change)) is serves
 
 
-@pytest.mark.parametrize(("version", "capability"), [(None, (9, 0)), ("0.7.0", (9, 0)), ("0.6.5", (10, 0)), ("0.6.5", None)])
-def test_it_is_left_without_quack_and_on_cards_that_it_never_ran_on(monkeypatch, fresh, version, capability):
+@pytest.mark.parametrize("version", [None, "", "0.6.4", "0.7.0"])
+def test_it_is_left_without_a_quack_that_it_was_written_for(hopper, version):
     def installed(name):
         if version is None:
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(metadata, "version", installed)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert not gated.can_multiply(Linear(torch.zeros(160, 96, dtype=torch.bfloat16)))
+    hopper.setattr(metadata, "version", installed)
+    assert not gated.can_multiply(LINEAR)
 
 
-def test_a_broken_installation_says_what_to_do(monkeypatch, fresh):
-    monkeypatch.setattr(metadata, "version", lambda name: "0.6.5")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.delitem(sys.modules, "tensorrt_llm_ext.backends.torch.epilogues", raising=False)
-    monkeypatch.setitem(sys.modules, "quack", None)
+@pytest.mark.parametrize(("device", "capability", "serves"), [("cuda", (9, 0), True), ("cuda", (10, 0), False), ("cpu", None, False)])
+def test_it_is_left_on_devices_that_it_never_ran_on(monkeypatch, device, capability, serves):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert gated._is_hopper(torch.device(device)) is serves
+
+
+def test_the_versions_are_those_of_the_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (quack,) = (Requirement(line) for line in extras["hopper"] if "quack" in line)
+    assert quack.specifier == gated._VERSIONS
+
+
+@pytest.mark.parametrize("error", [None, OSError("no libtvm_ffi.so")])
+def test_a_broken_installation_says_what_to_do(hopper, error):
+    hopper.delitem(sys.modules, "tensorrt_llm_ext.backends.torch.epilogues", raising=False)
+    hopper.delattr("tensorrt_llm_ext.backends.torch.epilogues", raising=False)
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "quack":
+                raise error
+
+    hopper.delitem(sys.modules, "quack", raising=False)
+    hopper.setitem(sys.modules, "quack", None) if error is None else hopper.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(BackendError, match=r"QuACK 0.6.5 is installed, but it does not import(.|\n)*tensorrt_llm_ext\[hopper\]"):
-        gated.can_multiply(Linear(torch.zeros(160, 96, dtype=torch.bfloat16)))
+        gated.can_multiply(LINEAR)
 
 
-on_a_hopper_card = pytest.mark.skipif(not torch.cuda.is_available() or gated._epilogues() is None, reason="a Hopper card and QuACK")
+def test_compiled_kernels_are_kept_where_a_lock_can_be_held_and_else_nowhere(tmp_path, monkeypatch):
+    def kept(folder):
+        cache = SimpleNamespace(CACHE_DIR=None, CACHE_ENABLED=True)
+        gated.keep_compiled(cache, folder)
+        return cache.CACHE_DIR, cache.CACHE_ENABLED
+
+    assert kept(tmp_path / "quack") == (str(tmp_path / "quack"), True) and not any((tmp_path / "quack").iterdir())
+    (tmp_path / "file").touch()
+    assert kept(tmp_path / "file" / "quack") == (None, False)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError("no locks available")))
+    assert kept(tmp_path / "quack") == (None, False)
+
+
+def is_here():
+    return torch.cuda.is_available() and gated._is_hopper(torch.device("cuda", 0)) and gated._epilogues() is not None
+
+
+on_a_hopper_card = pytest.mark.skipif(not is_here(), reason="a Hopper card and QuACK")
 
 
 def linear_and_rows(is_fp8, num_rows=1000, size_in=96, size_out=160):
@@ -109,10 +159,25 @@ def test_a_row_that_is_not_finite_stays_so_and_reaches_no_other(is_fp8):
     assert torch.equal(before[others], after[others]) and before.isfinite().all()
 
 
+_TWO_THREADS = """
+import threading, torch
+from tensorrt_llm_ext.backends.torch import gated
+from tensorrt_llm_ext.backends.torch.values import FP8, Linear, Rows
+def run(dtype, scales):
+    rows = Rows(torch.zeros(64, 96, device="cuda").to(dtype), torch.ones(64, 1, device="cuda") if scales else None)
+    linear = Linear(torch.zeros(160, 96, device="cuda").to(dtype), torch.ones(1, 160, device="cuda") if scales else None)
+    gated.multiply(rows, linear, torch.empty(64, 80, device="cuda", dtype=torch.bfloat16))
+    torch.cuda.synchronize()
+threads = [threading.Thread(target=run, args=args) for args in ((FP8, True), (torch.bfloat16, False))]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
 @pytest.mark.gpu
 @on_a_hopper_card
-@pytest.mark.skipif("QUACK_CACHE_DIR" in os.environ, reason="QuACK was told where to keep what it compiles")
-def test_what_was_compiled_is_kept_in_the_users_cache():
-    linear, rows = linear_and_rows(False)
-    gated.multiply(rows, linear, torch.empty(1000, 80, device="cuda", dtype=torch.bfloat16))
-    assert list((trials.cache_folder() / "quack").rglob("*.o"))
+def test_two_threads_may_compile_at_once_and_both_kernels_are_kept_in_the_users_cache(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "QUACK_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", _TWO_THREADS], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    assert len(list((tmp_path / "tensorrt_llm_ext" / "quack").rglob("*.o"))) == 2
