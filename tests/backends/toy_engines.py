@@ -28,11 +28,12 @@ from tensorrt_llm_ext.recipes.contract import (
     MemoryEstimate,
     TensorSpec,
 )
-from tensorrt_llm_ext.results import WorkItem
+from tensorrt_llm_ext.results import Failure, Record, WorkItem
 from tensorrt_llm_ext.taps import Tap
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 97, 24, 3
 NAN_TOKEN = 96  # its embedding is NaN
+TOLERANCE = 1e-5  # rows are tanh values; float32 sums of up to 40 terms
 
 LAST, MEAN, ALL = (Tap(NUM_LAYERS, "post", rows) for rows in ("last", "mean", "all"))
 LIMITS = Limits(max_num_tokens=256, max_batch_size=32, max_seq_len=40, max_padded_tokens=400)
@@ -81,6 +82,13 @@ def reference(token_ids: Sequence[int], tap: Tap) -> np.ndarray:
     """The right rows of one sequence, float32: [1, hidden], or [tokens, hidden] for rows ``all``."""
     rows = np.tanh(np.cumsum(embedding()[np.asarray(token_ids)] * np.float32(0.3), axis=0))
     return {"last": rows[-1:], "mean": rows.mean(axis=0, keepdims=True), "all": rows}[tap.rows]
+
+
+def assert_right(record: Record | Failure, item: WorkItem) -> None:
+    assert isinstance(record, Record) and record.request_id == item.request_id
+    assert record.states
+    for state in record.states:
+        np.testing.assert_allclose(state.rows, reference(item.token_ids, state.tap), atol=TOLERANCE)
 
 
 def toy_model(toy: Toy) -> onnx.ModelProto:

@@ -63,6 +63,14 @@ def engine_path(tmp_path_factory):
     return write_engine(tmp_path_factory.mktemp("toy") / "engine", Toy(taps=(LAST, MEAN, ALL)))
 
 
+@pytest.fixture(name="session")
+def open_session(engine_path):
+    """A session that ends with the test."""
+    with Session.open(engine_path, num_threads=1, deadline_s=20.0) as opened:
+        yield opened
+    assert opened.stats()["cross_request"] == 0
+
+
 @pytest.fixture
 def watched(engine_path, monkeypatch):
     """Open sessions whose engine is watched: ``session, engine = watched(...)``; all are closed at the end."""

@@ -2,25 +2,22 @@
 
 import gc
 import json
-import resource
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import xxhash
+from states_folders import check_rows, filled, files_of, index_of
 from store_answers import SHARD_ROWS, make_answer, make_header, make_states_header
 
-from tensorrt_llm_ext.errors import DiskFull, ForeignDataset, LineageError, StoreError, TapError
+from tensorrt_llm_ext.errors import ForeignDataset, LineageError, StoreError, TapError
 from tensorrt_llm_ext.results import side_by_side
-from tensorrt_llm_ext.store import SHARD_BYTES, StatesStore, VectorStore, in_order, states
+from tensorrt_llm_ext.store import SHARD_BYTES, StatesStore, VectorStore, states
 
 NUM_TOKENS = [1 + row * 7 % 6 for row in range(200)]
 
@@ -28,51 +25,6 @@ NUM_TOKENS = [1 + row * 7 % 6 for row in range(200)]
 @pytest.fixture
 def header():
     return make_states_header()
-
-
-@pytest.fixture
-def fill():
-    def append_and_commit(store, rows, window_end=None):
-        for row in rows:
-            store.append(row, *make_answer(store.header, row))
-        store.commit(window_end or max(rows) + 1)
-
-    return append_and_commit
-
-
-def filled(folder, header, fill, num_windows=12, seal=True, window_rows=8):
-    with StatesStore.create(folder, header) as store:
-        for start in range(0, num_windows * window_rows, window_rows):
-            fill(store, range(start, start + window_rows))
-        store.flush()
-        if seal:
-            store.seal()
-    return files_of(folder)
-
-
-def files_of(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def index_of(folder):
-    rows = pq.read_table(folder / "states" / "index").to_pylist()
-    return sorted(rows, key=lambda row: row["row"])
-
-
-def check_rows(folder, header, rows):
-    """Every row is that of its request, by the index, read with safetensors' own reader."""
-    index = index_of(folder)
-    assert [entry["row"] for entry in index] == list(rows)
-    for entry in index:
-        item, record = make_answer(header, entry["row"])
-        shard = safetensors.numpy.load_file(folder / "states" / entry["shard"])
-        place = slice(entry["first_row"], entry["first_row"] + entry["num_rows"])
-        assert entry["request_id"] == item.request_id and entry["token_hash"] == item.token_hash
-        assert shard["token_ids"][place].tolist() == item.token_ids.tolist()
-        assert shard["loss_mask"][place].tolist() == item.loss_mask.tolist()
-        for column, state in zip(header.columns, record.states, strict=True):
-            assert shard[column.name][place].tobytes() == state.rows.tobytes()
-            assert entry[column.hash_name] == state.payload_hash
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -218,51 +170,6 @@ def test_a_record_that_is_not_its_work_item_s_is_not_taken(tmp_path, header):
         assert store.num_rows == 0
 
 
-def test_rows_of_a_commit_that_broke_off_are_not_settled(tmp_path, header, fill, monkeypatch):
-    with StatesStore.create(tmp_path, header) as store:
-        fill(store, range(4))
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            for row in range(4, 24):  # the rest of one shard, and a part of the next
-                store.append(row, *make_answer(header, row))
-            patched.setattr(store, "_close_shard", raise_interrupt)
-            store.commit(24)
-        store.flush()
-        assert store.settled_rows == store.settled_end == store.num_rows == 4
-    check_rows(tmp_path, header, range(4))
-
-
-def raise_interrupt():
-    raise KeyboardInterrupt
-
-
-def test_a_thread_that_cannot_be_started_is_an_error_and_nothing_is_published(tmp_path, header, fill, monkeypatch):
-    class NoThreads(ThreadPoolExecutor):
-        def submit(self, *arguments):
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(in_order, "ThreadPoolExecutor", NoThreads)
-    with StatesStore.create(tmp_path, header) as store, pytest.raises(RuntimeError, match="can't start"):
-        for start in range(0, 96, 8):
-            fill(store, range(start, start + 8))
-        store.flush()
-    assert not list((tmp_path / "states").glob("*shard-*"))
-
-
-def test_a_disk_that_lets_nothing_go_is_an_error_and_nobody_waits(tmp_path, header, fill, monkeypatch):
-    def refused(self, **options):
-        raise OSError(30, "read-only")
-
-    with StatesStore.create(tmp_path, header) as store:
-        with monkeypatch.context() as patched, pytest.raises(StoreError, match="read-only"):
-            patched.setattr(states, "write_part", lambda *_, **__: refused(None))
-            patched.setattr(Path, "unlink", refused)
-            for start in range(0, 96, 8):
-                fill(store, range(start, start + 8))
-            store.flush()
-    with StatesStore.open(tmp_path, header) as store:
-        assert store.num_rows == 0 and not list((tmp_path / "states").glob("*shard-*"))
-
-
 def test_the_buffers_of_a_store_go_with_it(tmp_path, header, fill):
     gc.disable()  # they are gigabytes: not to wait for it is the point
     try:
@@ -290,29 +197,6 @@ def test_shards_that_are_written_side_by_side_make_the_same_dataset(tmp_path, he
 
     monkeypatch.setattr(states, "write_shard", slow_now_and_then)
     assert filled(tmp_path / "side by side", header, fill) == expected
-
-
-def test_what_is_written_beside_a_shard_that_fails_is_not_published(tmp_path, header, fill, monkeypatch):
-    write, is_written = states.write_shard, threading.Event()
-
-    def failing(path, *arguments):
-        if path.name.endswith("0"):
-            assert is_written.wait(10)
-            raise OSError(5, "a broken disk")
-        file = write(path, *arguments)
-        is_written.set()
-        return file
-
-    with StatesStore.create(tmp_path, header) as store:
-        fill(store, range(4))
-        store.flush()
-        before = files_of(tmp_path)
-        monkeypatch.setattr(states, "write_shard", failing)
-        with pytest.raises(StoreError, match="a broken disk"):
-            for start in range(4, 100, 8):
-                fill(store, range(start, start + 8))
-            store.flush()
-    assert is_written.is_set() and files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("num_cores", [2, 16])
@@ -388,85 +272,6 @@ def test_folders_that_hold_something_else_are_not_touched(tmp_path, header):
 def test_a_second_writer_is_refused(tmp_path, header):
     with StatesStore.create(tmp_path, header), pytest.raises(StoreError, match="another run is writing"):
         StatesStore.open(tmp_path, header)
-
-
-def test_a_shard_that_is_short_or_gone_is_refused_when_the_run_goes_on(tmp_path, header, fill):
-    filled(tmp_path, header, fill)
-    path = sorted((tmp_path / "states").glob("shard-*"))[1]
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StoreError, match="is damaged"):
-        StatesStore.open(tmp_path, header)
-    path.unlink()
-    with pytest.raises(StoreError, match="is damaged") as caught:
-        StatesStore.open(tmp_path, header)
-    assert caught.value.found == "no such file"
-
-
-def test_an_index_with_a_gap_or_a_damaged_part_is_refused(tmp_path, header, fill):
-    filled(tmp_path, header, fill)
-    part = tmp_path / "states" / "index" / "000001.parquet"
-    content = part.read_bytes()
-    part.unlink()
-    with pytest.raises(StoreError, match="has gaps"):
-        StatesStore.open(tmp_path, header)
-    part.write_bytes(content[:-20])
-    with pytest.raises(StoreError, match="000001.parquet' is damaged"):
-        StatesStore.open(tmp_path, header)
-
-
-@pytest.mark.parametrize("step", ["write_shard", "write_part", "publish_part"])
-@pytest.mark.parametrize(
-    "raised, error, place",
-    [
-        (OSError(28, "…"), DiskFull, 0),
-        (OSError(28, "…"), DiskFull, 2),
-        (OSError(5, "…"), StoreError, 1),
-        (RuntimeError("a defect"), RuntimeError, 1),  # of the thread that writes: nobody waits for it for ever
-    ],
-)
-def test_a_failure_while_a_shard_is_written_keeps_what_was_published(
-    tmp_path, header, fill, monkeypatch, step, raised, error, place
-):
-    expected = filled(tmp_path / "whole", header, fill)
-    original, calls = getattr(states, step), iter(range(100))
-
-    def failing(*args, **kwargs):
-        if next(calls) >= place:
-            raise raised
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patched, StatesStore.create(tmp_path / "out", header) as store:
-        patched.setattr(states, step, failing)
-        with pytest.raises((StoreError, RuntimeError)) as caught:
-            for start in range(0, 96, 8):
-                fill(store, range(start, start + 8))
-            store.flush()
-        assert type(caught.value) is error
-        settled, num_rows = store.settled_end, store.num_rows
-        assert settled == num_rows and (settled == 0 or place > 0)
-    with StatesStore.open(tmp_path / "out", header) as store:
-        assert store.settled_rows == settled and store.num_rows == num_rows
-        for start in range(settled, 96, 8):
-            fill(store, range(start, start + 8))
-        store.flush()
-        store.seal()
-    assert files_of(tmp_path / "out") == expected
-
-
-def test_a_disk_that_takes_no_more_is_full_and_nothing_half_written_is_left(tmp_path, header, fill):
-    with StatesStore.create(tmp_path, header) as store:
-        fill(store, range(8))
-        store.flush()
-        before = files_of(tmp_path)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        try:
-            with pytest.raises(DiskFull):
-                fill(store, range(8, 40))
-                store.flush()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert files_of(tmp_path) == before
 
 
 def test_vectors_and_states_do_not_go_into_the_wrong_store(tmp_path):

@@ -1,7 +1,6 @@
 """FP8 checkpoints of others on backend torch: their values and scales as they are, of inputs too where these are fixed."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest

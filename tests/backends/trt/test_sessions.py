@@ -5,13 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from stand_in import ILLEGAL_ADDRESS
-from toy_engines import ALL, LAST, LIMITS, MEAN, Toy, random_items, reference, work_item
+from toy_engines import ALL, LAST, LIMITS, MEAN, TOLERANCE, Toy, assert_right, random_items, reference, work_item
 from toy_plans import INDEX, NINE, TEN, upstream_tensors, write_ours, write_upstream
 
 from tensorrt_llm_ext.errors import BackendError, SessionClosed
-from tensorrt_llm_ext.results import Record
-
-TOLERANCE = 1e-5  # toy rows are tanh values; float32 sums of up to 40 terms
 
 KINDS = {
     "ours, prefix sum": lambda path: write_ours(path, Toy(taps=(LAST, MEAN, ALL))),
@@ -21,13 +18,6 @@ KINDS = {
     "upstream's ten, prefix sum": lambda path: write_upstream(path, TEN),
     "upstream's ten, index": lambda path: write_upstream(path, TEN, toy=INDEX),
 }
-
-
-def assert_right(record, item):
-    assert isinstance(record, Record) and record.request_id == item.request_id
-    assert record.states
-    for state in record.states:
-        np.testing.assert_allclose(state.rows, reference(item.token_ids, state.tap), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
