@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from contextlib import suppress
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -16,9 +16,10 @@ def card(commit: str | None = None) -> dict[str, str]:
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
     commit = commit or _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+")
     found = {"card": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__}
-    packages = {"triton": "triton", "transformers": "transformers", "quack": "quack-kernels"}
-    installed = {name: metadata.version(package) for name, package in packages.items() if find_spec(name)}
-    return {**found, **installed, "commit": commit}
+    for name, package in (("triton", "triton"), ("transformers", "transformers"), ("quack", "quack-kernels")):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(package)
+    return {**found, "commit": commit}
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

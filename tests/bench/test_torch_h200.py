@@ -9,6 +9,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent))
 
+import card_trace  # noqa: E402
 import contenders  # noqa: E402
 import torch_h200  # noqa: E402
 import vllm_peer  # noqa: E402
@@ -142,6 +143,26 @@ def test_every_part_has_its_rows_and_ratios_in_every_round(report, capsys):
     assert "llama-2-7b fp8 mixed / llama-2-7b fp8" in found["sittings"][0]["ratios"]
     torch_h200.print_report(found)
     assert "llama-2-7b vllm fp8 512" in capsys.readouterr().out
+
+
+def test_an_interpreter_that_is_not_there_is_told_before_anything_is_timed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torch_h200.py", "--vllm-python", "/nowhere/python"])
+    with pytest.raises(SystemExit, match="2"):
+        torch_h200.main()
+    assert "expected an interpreter, found no program '/nowhere/python'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_coopB_TNT", "products"),
+        ("sm90_xmma_gemm_e4m3bf16", "products"),
+        ("kernel_cutlass_kernel_quackepiloguefrontendGemmMod_swiglu_mod_0", "products with SwiGLU"),
+        ("_add_norm", "_add_norm"),
+    ],
+)
+def test_kernels_of_a_trace_are_told_apart(kernel, name):
+    assert card_trace._called(kernel) == name
 
 
 def test_passes_with_swiglu_apart_are_timed_where_it_is_an_epilogue(monkeypatch):

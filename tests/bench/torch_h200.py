@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -177,7 +178,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS], help=described)
     parser.add_argument("--trace", action="store_true", help="profile two passes and print where their time went")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of the environment that has vLLM")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if shutil.which(arguments.vllm_python) is None:
+        parser.error(f"--vllm-python: expected an interpreter, found no program '{arguments.vllm_python}'")
+    return arguments
 
 
 if __name__ == "__main__":

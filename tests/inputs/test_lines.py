@@ -145,8 +145,8 @@ def test_plain_lines_of_ids_are_read_by_arrow_alone(jsonl, request_id, monkeypat
 
 def test_long_lines_of_ids_are_read_by_arrow_too(jsonl, monkeypatch):
     monkeypatch.setattr(lines, "together", None)
-    (piece,) = LineInput(str(jsonl(*[json.dumps({"ids": list(range(200_000))})] * 2)), FIELDS, is_json=True).pieces()
-    assert [row.fields["ids"].tolist() for row in piece.rows(FIELDS)] == [list(range(200_000))] * 2
+    (piece,) = LineInput(str(jsonl(*[json.dumps({"ids": list(range(400_000))})] * 2)), FIELDS, is_json=True).pieces()
+    assert [row.fields["ids"].tolist() for row in piece.rows(FIELDS)] == [list(range(400_000))] * 2
 
 
 def test_a_line_that_is_too_long_stands_alone_among_lines_of_ids(jsonl, monkeypatch):

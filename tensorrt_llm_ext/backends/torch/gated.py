@@ -1,16 +1,14 @@
 """The product of gate and up with SwiGLU in its epilogue, by QuACK's kernels for Hopper.
 
 What a product writes is half as wide then, and SwiGLU reads nothing again. QuACK is used where it is installed (the extra
-``hopper``) and runs on what it was measured on, compute capability 9.0; elsewhere the product and SwiGLU are two passes.
+``hopper``), in a version that this was written for, and on what it was measured on, compute capability 9.0; elsewhere the product
+and SwiGLU are two passes.
 """
 
 from __future__ import annotations
 
-import fcntl
-import tempfile
 from functools import lru_cache
 from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -40,30 +38,18 @@ def multiply(rows: Rows, linear: Linear, out: torch.Tensor) -> None:
     _epilogues().multiply(rows, linear, out)
 
 
-def keep_compiled(cache: ModuleType, folder: Path) -> None:
-    """Have QuACK's ``cache`` keep what it compiles in ``folder``, or nothing where that cannot be written or locked."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        cache.CACHE_ENABLED = False
-    else:
-        cache.CACHE_DIR = str(folder)
-
-
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
 @lru_cache(maxsize=1)
 def _epilogues() -> ModuleType | None:
-    """The module that needs QuACK; None where that is not installed."""
+    """The module that needs QuACK; None where that, or a version that this was written for, is not installed."""
     try:
         version = metadata.version("quack-kernels")
     except metadata.PackageNotFoundError:
         return None
-    if not version or version not in _VERSIONS:
+    if version not in _VERSIONS:
         return None
     try:
         from tensorrt_llm_ext.backends.torch import epilogues

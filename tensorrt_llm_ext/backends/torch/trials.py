@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from tensorrt_llm_ext.backends.torch.user_cache import cache_folder
+
 _ROUNDS = 3
 _SHORT_MS, _LONG_MS = 5.0, 80.0
 _FINALISTS = 5
@@ -30,11 +32,6 @@ def quickest(calls: Sequence[Callable[[], None]]) -> int:
         return 0
     long = _times(calls, finalists, _LONG_MS)
     return min(finalists, key=long.__getitem__)
-
-
-def cache_folder() -> Path:
-    """The user's cache folder of this package."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tensorrt_llm_ext"
 
 
 def kept(what: str) -> object:
