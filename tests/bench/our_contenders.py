@@ -12,9 +12,9 @@ from random_sessions import random_items, random_session
 from torch_models import contract_of, random_engine
 
 from tensorrt_llm_ext.backends.torch import gated
-from tensorrt_llm_ext.backends.torch.decoder import Batch
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
+from tensorrt_llm_ext.backends.torch.values import Batch
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.recipes.contract import Limits
 from tensorrt_llm_ext.results import Record

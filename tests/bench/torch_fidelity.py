@@ -26,9 +26,10 @@ import torch
 from torch_models import DEVICE
 
 from tensorrt_llm_ext.backends.torch import plain
-from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward
+from tensorrt_llm_ext.backends.torch.decoder import Decoder, forward
 from tensorrt_llm_ext.backends.torch.engine import _operations
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
+from tensorrt_llm_ext.backends.torch.values import Batch
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex
 from tensorrt_llm_ext.backends.torch.workspace import make_workspace
 from tensorrt_llm_ext.builder.calibration import calibrate

@@ -18,20 +18,25 @@ import triton
 import triton.language as tl
 
 from tensorrt_llm_ext.backends.torch.sizes import TILE, grid_sequences, num_tiles
-from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Rope, Rows
+from tensorrt_llm_ext.backends.torch.values import Batch, HeadNorms, Heads, Layout, Rope, Rows
 
 _MAX_HEADS = 16  # of a program that rotates keys
 _REGISTERS = 168  # a thread's, of ``_short``: three programs fit a multiprocessor
 _LOG2_E = 1.4426950408889634
 
 
-def layout(lengths: torch.Tensor, longest: int, num_tokens: int, num_rows: int, places: torch.Tensor) -> Layout:
-    """See ``plain.layout``. ``places`` holds the starts, the lengths, then the tiles of the sequences that are longer than one."""
-    count = grid_sequences(len(lengths))
-    most = num_tiles(num_rows, count) if longest > TILE else 0
-    starts, own_lengths, tiles = places[: 2 * count + 3 * most].split([count, count, 3 * most])
-    _layout[(count,)](lengths, starts, own_lengths, tiles, len(lengths), most, BM=TILE, BLOCK=1024, num_warps=4)
-    return Layout(own_lengths, starts, num_tokens, tiles.view(most, 3))
+def layout(batch: Batch, num_rows: int, places: torch.Tensor) -> Layout:
+    """See ``plain.layout``. ``places`` holds all of it, the tiles of the sequences that are longer than one last."""
+    num_tokens, count = len(batch.input_ids), grid_sequences(len(batch.sequence_lengths))
+    most = num_tiles(num_rows, count) if batch.longest > TILE else 0
+    sizes = [num_rows, count, count, count, 3 * most]
+    token_ids, lengths, starts, last, tiles = places[: sum(sizes)].split(sizes)
+    has_last = batch.last_token_ids is not None
+    _layout[(count,)](
+        batch.input_ids, batch.sequence_lengths, batch.last_token_ids if has_last else last, token_ids, lengths, starts, last, tiles,
+        len(batch.sequence_lengths), num_tokens, num_rows, most, HAS_LAST=has_last, BM=TILE, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return Layout(token_ids, lengths, starts, last if has_last else None, num_tokens, tiles.view(most, 3))
 
 
 def attention(
@@ -62,7 +67,6 @@ def attention(
 def last_attention(
     queries: torch.Tensor,
     keys_and_values: torch.Tensor,
-    last_token_ids: torch.Tensor,
     heads: Heads,
     rope: Rope,
     norms: HeadNorms | None,
@@ -71,8 +75,8 @@ def last_attention(
 ) -> None:
     """See ``plain.last_attention``."""
     (q_norm, k_norm, eps), scale = _norms(norms, rope), heads.head_dim**-0.5 * _LOG2_E
-    _last[(heads.num_heads, len(last_token_ids))](
-        queries, keys_and_values, last_token_ids, *_given(out), where.starts, where.lengths, rope.cos, rope.sin, q_norm, k_norm, eps,
+    _last[(heads.num_heads, len(where.last))](
+        queries, keys_and_values, where.last, *_given(out), where.starts, where.lengths, rope.cos, rope.sin, q_norm, k_norm, eps,
         scale, queries.stride(0), keys_and_values.stride(0), out.values.stride(0), len(where.lengths), heads.num_heads,
         heads.num_kv_heads, **_shape(heads, norms), IS_FP8=out.scales is not None, BN=64, BLOCK=1024, num_warps=4,
     )  # fmt: skip
@@ -97,23 +101,31 @@ def _largest_divisor(num_heads: int) -> int:
     return next(count for count in range(_MAX_HEADS, 0, -1) if num_heads % count == 0)
 
 
-@triton.jit(do_not_specialize=["batch_size", "most_tiles"])
-def _layout(lengths, starts, own_lengths, tiles, batch_size, most_tiles, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """Program b finds where sequence b and its tiles begin, and writes them; the last sequence's also ends the list."""
+@triton.jit(do_not_specialize=["batch_size", "num_tokens", "num_rows", "most_tiles"])
+def _layout(
+    input_ids, sequence_lengths, last_token_ids, token_ids, lengths, starts, last, tiles, batch_size, num_tokens, num_rows,
+    most_tiles, HAS_LAST: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b finds where sequence b and its tiles begin, and writes them and its tokens; the last sequence's also ends both."""
     index = tl.program_id(0)
-    length = tl.load(lengths + index, mask=index < batch_size, other=0)
-    tl.store(own_lengths + index, length)
+    length = tl.load(sequence_lengths + index, mask=index < batch_size, other=0)
+    tl.store(lengths + index, length)
+    if HAS_LAST:
+        tl.store(last + index, tl.load(last_token_ids + index, mask=index < batch_size, other=1))
     if index >= batch_size:
         return
     start = 0
     first_tile = 0
     for base in range(0, index, BLOCK):
         others = base + tl.arange(0, BLOCK)
-        before = tl.load(lengths + others, mask=others < index, other=0)
+        before = tl.load(sequence_lengths + others, mask=others < index, other=0)
         start += tl.sum(before)
         first_tile += tl.sum(_num_tiles(before, BM))
     own_tiles = _num_tiles(length, BM)
     tl.store(starts + index, start)
+    for base in range(start, start + length, BLOCK):
+        rows = base + tl.arange(0, BLOCK)
+        tl.store(token_ids + rows, tl.load(input_ids + rows, mask=rows < start + length), mask=rows < start + length)
     for tile in range(own_tiles):
         # The last queries of a sequence see the most keys: they go first.
         place = tiles + 3 * (first_tile + own_tiles - 1 - tile)
@@ -121,6 +133,9 @@ def _layout(lengths, starts, own_lengths, tiles, batch_size, most_tiles, BM: tl.
         tl.store(place + 1, tile * BM)
         tl.store(place + 2, length)
     if index == batch_size - 1:
+        for base in range(num_tokens, num_rows, BLOCK):
+            rows = base + tl.arange(0, BLOCK)
+            tl.store(token_ids + rows, -1, mask=rows < num_rows)
         for tile in range(first_tile + own_tiles, most_tiles):
             tl.store(tiles + 3 * tile + 2, 0)
 

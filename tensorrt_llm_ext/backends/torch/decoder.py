@@ -2,7 +2,7 @@
 
 ::
 
-    x = embedding[input_ids]                                  # [M, hidden], the residual stream
+    x = embedding[token_ids]                                  # [M, hidden], the residual stream: layer 0
     for layer in layers up to the highest tap:
         h = norm(x + delta);  qkv = h @ W;  a = attention(qkv);  delta = a @ W
         h = norm(x + delta);  g = h @ W;    s = swiglu(g);       delta = s @ W
@@ -21,7 +21,7 @@ from types import ModuleType
 
 import torch
 
-from tensorrt_llm_ext.backends.torch.values import HeadNorms, Heads, Layout, Linear, Norm, Rope, Rows
+from tensorrt_llm_ext.backends.torch.values import Batch, HeadNorms, Heads, Layout, Linear, Norm, Rope, Rows
 from tensorrt_llm_ext.backends.torch.workspace import Workspace
 from tensorrt_llm_ext.taps import Tap
 
@@ -60,22 +60,12 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A batch as the engine's tensors give it: int32 inputs, and an output for every tap."""
-
-    input_ids: torch.Tensor  # [T]
-    sequence_lengths: torch.Tensor  # [B]
-    last_token_ids: torch.Tensor | None  # [B], 1-based; only with a `last` tap
-    longest: int  # tokens of the longest sequence
-    outputs: dict[Tap, torch.Tensor]
-
-
-@dataclass(frozen=True)
 class Stretch:
-    """Layers between two taps, of every row: ``first`` to ``last``, from 1."""
+    """Layers ``first`` to ``last``, up to a tap; layer 0 is the embedding."""
 
     first: int
     last: int
+    ends_in_last_rows: bool = False  # of the last layer nothing is asked for but last rows
 
 
 Run = Callable[[ModuleType, Decoder, Workspace, Layout, Stretch], None]
@@ -85,40 +75,33 @@ def forward(operations: ModuleType, decoder: Decoder, space: Workspace, batch: B
     """Fill the batch's outputs. ``operations`` is the module ``plain`` or ``kernels``; ``run`` runs stretches: ``run_stretch``
     or another way to the same."""
     op, run = operations, run or run_stretch
-    num_tokens, last, num_layers = len(batch.input_ids), batch.last_token_ids, len(decoder.layers)
-    space = space.of(num_tokens)
-    where = op.layout(batch.sequence_lengths, batch.longest, num_tokens, len(space.x), space.places)
-    op.embed(batch.input_ids, decoder.embedding, space.x)
-    _give(op, decoder, space, batch, where, 0, last)
-    if decoder.qkv_of_token is not None:
-        op.embed(batch.input_ids, decoder.qkv_of_token, space.qkv)
-    for stretch in stretches(tuple(batch.outputs), num_layers):
+    space = space.of(len(batch.input_ids))
+    where = op.layout(batch, len(space.x), space.places)
+    for stretch in stretches(tuple(batch.outputs), len(decoder.layers)):
         run(op, decoder, space, where, stretch)
-        _give(op, decoder, space, batch, where, stretch.last, last)
-    if only_last_rows(tuple(batch.outputs), num_layers):
-        few = _last_layer(op, decoder, space, where, last)
-        _give(op, decoder, few, batch, where, num_layers, None)
+        if stretch.ends_in_last_rows:
+            _give(op, decoder, space.last_rows(len(where.last)), batch, where, stretch.last, None)
+        else:
+            _give(op, decoder, space, batch, where, stretch.last, where.last)
 
 
 def stretches(taps: tuple[Tap, ...], num_layers: int) -> tuple[Stretch, ...]:
-    """Divide the layers at the taps; without the highest where only last rows are taken after it."""
-    ends = {tap.layer for tap in taps} - {0}
-    if only_last_rows(taps, num_layers):
-        ends = (ends - {num_layers}) | ({num_layers - 1} - {0})
-    ordered = sorted(ends)
-    return tuple(Stretch(before + 1, end) for before, end in zip([0, *ordered], ordered, strict=False))
+    """Divide the embedding and the layers at the taps, of which one is after the highest."""
+    ends = sorted({tap.layer for tap in taps})
+    firsts = [0, *(end + 1 for end in ends)]
+    is_last = only_last_rows(taps, num_layers)
+    return tuple(Stretch(first, end, is_last and end == num_layers) for first, end in zip(firsts, ends, strict=False))
 
 
 def run_stretch(op: ModuleType, decoder: Decoder, space: Workspace, where: Layout, stretch: Stretch) -> None:
     """Compute the layers of a stretch. All that it reads and writes lies in ``space`` and in the decoder."""
     for number in range(stretch.first, stretch.last + 1):
-        layer = decoder.layers[number - 1]
-        if number > 1 or decoder.qkv_of_token is None:
-            h = space.rows("hidden", layer.qkv)
-            op.add_norm(space.x, _delta(op, decoder, space, number - 1), layer.attention_norm, h)
-            op.multiply(h, layer.qkv, space.qkv)
-        op.attention(space.qkv, decoder.heads, decoder.rope, layer.head_norms, where, _attended(space, layer))
-        _after_attention(op, layer, space)
+        if number == 0:
+            op.embed(where.token_ids, decoder.embedding, space.x)
+        elif number == stretch.last and stretch.ends_in_last_rows:
+            _last_layer(op, decoder, space, where)
+        else:
+            _layer(op, decoder, space, where, number)
 
 
 def with_table(op: ModuleType, decoder: Decoder, space: Workspace) -> Decoder:
@@ -126,28 +109,39 @@ def with_table(op: ModuleType, decoder: Decoder, space: Workspace) -> Decoder:
     layer, tokens = decoder.layers[0], torch.arange(len(decoder.embedding), dtype=torch.int32, device=space.x.device)
     table, h = space.qkv.new_empty(len(tokens), decoder.heads.fused_size), space.rows("hidden", layer.qkv)
     for some, rows in zip(tokens.split(len(space.x)), table.split(len(space.x)), strict=True):
-        op.embed(some, decoder.embedding, space.x)
+        op.embed(some, decoder.embedding, space.x[: len(some)])
         op.add_norm(space.x, None, layer.attention_norm, h)
         op.multiply(h, layer.qkv, space.qkv)
         rows.copy_(space.qkv[: len(some)])
     return replace(decoder, qkv_of_token=table)
 
 
-def _last_layer(op: ModuleType, decoder: Decoder, space: Workspace, where: Layout, last: torch.Tensor) -> Workspace:
-    """Compute the highest layer for last rows alone; the workspace that they are in."""
-    layer, heads, few = decoder.layers[-1], decoder.heads, space.last_rows(len(last))
+def _layer(op: ModuleType, decoder: Decoder, space: Workspace, where: Layout, number: int) -> None:
+    layer = decoder.layers[number - 1]
+    if number == 1 and decoder.qkv_of_token is not None:
+        op.embed(where.token_ids, decoder.qkv_of_token, space.qkv)
+    else:
+        h = space.rows("hidden", layer.qkv)
+        op.add_norm(space.x, _delta(op, decoder, space, number - 1), layer.attention_norm, h)
+        op.multiply(h, layer.qkv, space.qkv)
+    op.attention(space.qkv, decoder.heads, decoder.rope, layer.head_norms, where, _attended(space, layer))
+    _after_attention(op, layer, space)
+
+
+def _last_layer(op: ModuleType, decoder: Decoder, space: Workspace, where: Layout) -> None:
+    """Compute the highest layer for last rows alone."""
+    layer, heads, few = decoder.layers[-1], decoder.heads, space.last_rows(len(where.last))
     q, kv = layer.queries(heads), layer.keys_and_values(heads)
     queries, keys_and_values = few.narrow(heads.q_size), space.narrow(2 * heads.kv_size)
     h = space.rows("hidden", kv)
     op.add_norm(space.x, _delta(op, decoder, space, len(decoder.layers) - 1), layer.attention_norm, h)
     op.multiply(h, kv, keys_and_values)
-    op.take(space.x, None, last, None, few.x[: len(last)])
+    op.take(space.x, None, where.last, None, few.x[: len(where.last)])
     h = few.rows("hidden", q)
     op.add_norm(few.x, None, layer.attention_norm, h)
     op.multiply(h, q, queries)
-    op.last_attention(queries, keys_and_values, last, heads, decoder.rope, layer.head_norms, where, _attended(few, layer))
+    op.last_attention(queries, keys_and_values, heads, decoder.rope, layer.head_norms, where, _attended(few, layer))
     _after_attention(op, layer, few)
-    return few
 
 
 def _attended(space: Workspace, layer: Layer) -> Rows:

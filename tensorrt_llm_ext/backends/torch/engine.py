@@ -11,13 +11,14 @@ from types import ModuleType
 import torch
 
 from tensorrt_llm_ext.backends.torch import cublaslt, plain
-from tensorrt_llm_ext.backends.torch.decoder import Batch, Decoder, forward, with_table
+from tensorrt_llm_ext.backends.torch.decoder import Decoder, forward, with_table
 from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
-from tensorrt_llm_ext.backends.torch.sizes import LAST_STEP, bucket, buckets, engine_bytes, has_table, is_launch_bound, launches
+from tensorrt_llm_ext.backends.torch.sizes import bucket, buckets, engine_bytes, grids, has_table, is_launch_bound, launches
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
+from tensorrt_llm_ext.backends.torch.values import Batch
 from tensorrt_llm_ext.backends.torch.weight_index import WeightIndex, read_weight_index
 from tensorrt_llm_ext.backends.torch.workspace import Workspace, make_workspace
 from tensorrt_llm_ext.errors import BackendError, IncompatibleEngine, OutOfMemory
@@ -132,7 +133,7 @@ class TorchEngine:
         limits = self._limits
         sizes = [(min(size, limits.max_num_tokens), 1) for size in buckets(limits.max_num_tokens, self._is_deterministic)]
         most = min(limits.max_batch_size, limits.max_num_tokens)
-        sizes += [(min(count, most), min(count, most)) for count in range(LAST_STEP, most + LAST_STEP, LAST_STEP)]
+        sizes += [(min(count, most), min(count, most)) for count in grids(most)]
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             if not is_launch_bound(self._architecture, len(self._space.x)):

@@ -27,7 +27,7 @@ _SPARED = 2048  # lanes: what a third piece of a row must spare, or two are quic
 def embed(token_ids: torch.Tensor, table: torch.Tensor, x: torch.Tensor) -> None:
     """See ``plain.embed``."""
     size = x.shape[1]
-    _embed[(len(x),)](token_ids, table, x, len(token_ids), size, **_row(size))
+    _embed[(len(x),)](token_ids, table, x, size, **_row(size))
 
 
 def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows) -> None:
@@ -197,13 +197,13 @@ def _write(row, values, scales, index, size, input_scale, columns, inside, IS_FP
     tl.store(values + index * size + columns, row.to(values.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _embed(token_ids, table, x, num_tokens, size, BLOCK: tl.constexpr):
+@triton.jit
+def _embed(token_ids, table, x, size, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    token = tl.load(token_ids + index, mask=index < num_tokens, other=0).to(tl.int64)
-    row = tl.load(table + token * size + columns, mask=inside & (index < num_tokens), other=0.0)
+    token = tl.load(token_ids + index).to(tl.int64)
+    row = tl.load(table + token * size + columns, mask=inside & (token >= 0), other=0.0)
     tl.store(x + index * size + columns, row.to(x.dtype.element_ty), mask=inside)
 
 

@@ -10,24 +10,21 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from tensorrt_llm_ext.backends.torch.values import FP8_MAX, HeadNorms, Heads, Layout, Linear, Norm, Rope, Rows
+from tensorrt_llm_ext.backends.torch.values import FP8_MAX, Batch, HeadNorms, Heads, Layout, Linear, Norm, Rope, Rows
 from tensorrt_llm_ext.graph.quantisation import SMALLEST_ROW
 
 
-def layout(lengths: torch.Tensor, longest: int, num_tokens: int, num_rows: int, places: torch.Tensor) -> Layout:
-    """Find where each sequence of ``lengths`` (int32 ``[B]``), ``longest`` of them the longest, begins among ``num_tokens``.
-
-    ``num_rows`` are computed; ``places`` is the kernels' int32 memory for what they find.
-    """
+def layout(batch: Batch, num_rows: int, places: torch.Tensor) -> Layout:
+    """Lay out a batch of which ``num_rows`` rows are computed; ``places`` is the kernels' int32 memory for it."""
+    lengths, num_tokens = batch.sequence_lengths, len(batch.input_ids)
     starts = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
-    return Layout(lengths, starts, num_tokens)
+    token_ids = functional.pad(batch.input_ids, (0, num_rows - num_tokens), value=-1)
+    return Layout(token_ids, lengths, starts, batch.last_token_ids, num_tokens)
 
 
 def embed(token_ids: torch.Tensor, table: torch.Tensor, x: torch.Tensor) -> None:
-    """Write each token's row of ``table`` to ``x`` ``[M, hidden]``; zeros past the last token."""
-    num_tokens = len(token_ids)
-    x[:num_tokens] = table[token_ids.long()].to(x.dtype)
-    x[num_tokens:] = 0
+    """Write the row of ``table`` of each of ``token_ids`` ``[M]`` to ``x`` ``[M, hidden]``; zeros where that is -1."""
+    x.copy_(torch.where(token_ids[:, None] < 0, 0, table[token_ids.clamp(min=0).long()]))
 
 
 def add_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: Rows) -> None:
@@ -51,16 +48,15 @@ def attention(
 def last_attention(
     queries: torch.Tensor,
     keys_and_values: torch.Tensor,
-    last_token_ids: torch.Tensor,
     heads: Heads,
     rope: Rope,
     norms: HeadNorms | None,
     where: Layout,
     out: Rows,
 ) -> None:
-    """The same for the rows alone that ``last_token_ids`` (int32 ``[B]``, 1-based) names, wherever in its sequence each lies:
-    ``queries`` and ``out`` ``[B or more, q]`` have a row for each, ``keys_and_values`` ``[M, 2 kv]`` one a token."""
-    for index, end in enumerate(last_token_ids.tolist()):
+    """The same for the rows alone that ``where.last`` names, wherever in its sequence each lies: ``queries`` and ``out``
+    ``[as many or more, q]`` have a row for each, ``keys_and_values`` ``[M, 2 kv]`` one a token."""
+    for index, end in enumerate(where.last.tolist()):
         start = int(where.starts[where.starts < end].max())
         own = slice(index, index + 1)
         _write_attention(queries[own], keys_and_values[start:end], heads, rope, norms, out, own)

@@ -15,7 +15,7 @@ TOKEN_STEP, SMALL_TOKENS, SMALL_STEP = 1024, 2048, 256
 """Rows of a product are a multiple of SMALL_STEP up to SMALL_TOKENS, then of TOKEN_STEP: few shapes, each run at warm-up."""
 
 LAST_STEP = 64
-"""The same for products of last rows alone."""
+"""The fewest rows of products of last rows alone."""
 
 DETERMINISTIC_STEP = 1024
 """Rows of every product of an engine whose results may not depend on the batch by a bit, where a library chooses its kernel,
@@ -52,8 +52,14 @@ def buckets(max_num_tokens: int, is_deterministic: bool = False) -> list[int]:
 
 
 def grid_sequences(batch_size: int) -> int:
-    """Round a batch's sequences up to those that attention's kernels are launched for: powers of two, few of them."""
+    """Round a batch's sequences up to those that attention's kernels are launched for, and products of last rows alone: powers of
+    two, few of them."""
     return max(LAST_STEP, 1 << (batch_size - 1).bit_length())
+
+
+def grids(max_batch_size: int) -> list[int]:
+    """Every number that the sequences of batches of up to ``max_batch_size`` are rounded up to."""
+    return [size for power in range(max_batch_size.bit_length()) if (size := LAST_STEP << power) <= grid_sequences(max_batch_size)]
 
 
 def is_launch_bound(a: Architecture, num_rows: int) -> bool:
@@ -65,12 +71,10 @@ def is_launch_bound(a: Architecture, num_rows: int) -> bool:
 
 def launches(limits: Limits, is_deterministic: bool = False) -> list[tuple[int, int, int]]:
     """One batch for every set of launches that a batch within ``limits`` may need: tokens, sequences, tokens of the longest."""
-    counts = [LAST_STEP << power for power in range(limits.max_batch_size.bit_length())]
-    counts = [count for count in counts if count <= grid_sequences(limits.max_batch_size)]
     found, fewest = [], 1  # tokens of a batch that is computed in so many rows
     for num_rows in buckets(limits.max_num_tokens, is_deterministic):
         most = min(num_rows, limits.max_num_tokens)
-        for count in counts:
+        for count in grids(limits.max_batch_size):
             batch_size = min(count, limits.max_batch_size, most)
             for longest in sorted({min(TILE, limits.max_seq_len), limits.max_seq_len}):
                 num_tokens = min(most, batch_size * longest)
@@ -86,9 +90,9 @@ def num_tiles(num_rows: int, num_sequences: int) -> int:
 
 
 def num_places(limits: Limits) -> int:
-    """Values (int32) that hold where the sequences of the largest batch begin, how long they are, and their tiles."""
-    num_sequences = grid_sequences(limits.max_batch_size)
-    return 2 * num_sequences + 3 * num_tiles(rounded(limits.max_num_tokens, TOKEN_STEP), num_sequences)
+    """Values (int32) that hold the largest batch, laid out: see ``Layout``."""
+    num_sequences, num_rows = grid_sequences(limits.max_batch_size), rounded(limits.max_num_tokens, TOKEN_STEP)
+    return num_rows + 3 * num_sequences + 3 * num_tiles(num_rows, num_sequences)
 
 
 def has_table(taps: Sequence[Tap]) -> bool:
@@ -110,7 +114,7 @@ def _workspace_bytes(a: Architecture, limits: Limits, item_bytes: int, is_determ
     """See ``Workspace``."""
     wide = max(_fused_size(a), 2 * a.intermediate_size, 2 * a.hidden_size)
     row = item_bytes * (3 * a.hidden_size + 2 * a.num_heads * a.head_dim + a.intermediate_size + wide) + 4
-    num_rows = bucket(limits.max_num_tokens, is_deterministic) + rounded(limits.max_batch_size, LAST_STEP)
+    num_rows = bucket(limits.max_num_tokens, is_deterministic) + grid_sequences(limits.max_batch_size)
     return num_rows * row + 4 * num_places(limits)
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tensorrt_llm_ext.taps import Tap
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest e4m3 value. A row's scale is its largest magnitude over this, so that nothing saturates."""
@@ -113,16 +115,27 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the batch's sequences lie among its packed rows. ``lengths`` and ``starts`` are int32 ``[B]``, or longer, and
-    the rest sequences of length 0.
+class Batch:
+    """A batch as the engine's tensors give it: int32 inputs, and an output for every tap."""
 
-    ``tiles`` (int32 ``[num_tiles, 3]``: first row of the sequence, position of the tile's first query, length of the
-    sequence; length 0: no tile) divides the queries of all sequences among a kernel's programs. The plain operations
-    need none.
+    input_ids: torch.Tensor  # [T]
+    sequence_lengths: torch.Tensor  # [B]
+    last_token_ids: torch.Tensor | None  # [B], 1-based; only with a `last` tap
+    longest: int  # tokens of the longest sequence
+    outputs: dict[Tap, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A batch's inputs where a pass reads them: as many values as it computes rows, wherever the batch came from.
+
+    ``tiles`` (first row of the sequence, position of the tile's first query, length of the sequence; length 0: no tile) divides
+    the queries of all sequences among a kernel's programs. The plain operations need none.
     """
 
-    lengths: torch.Tensor
-    starts: torch.Tensor
+    token_ids: torch.Tensor  # int32 [M]; -1 past the last token
+    lengths: torch.Tensor  # int32 [B], or longer, and the rest sequences of length 0
+    starts: torch.Tensor  # int32, as long
+    last: torch.Tensor | None  # int32, as long, 1-based; past the last sequence row 1, which is one. None: no `last` tap
     num_tokens: int
-    tiles: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None  # int32 [num_tiles, 3]

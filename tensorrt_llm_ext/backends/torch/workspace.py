@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tensorrt_llm_ext.backends.torch.sizes import DETERMINISTIC_STEP, LAST_STEP, bucket, num_places, rounded
+from tensorrt_llm_ext.backends.torch.sizes import DETERMINISTIC_STEP, LAST_STEP, bucket, grid_sequences, num_places
 from tensorrt_llm_ext.backends.torch.values import COUNTER_BYTES, FP8, Heads, Linear, Rows
 from tensorrt_llm_ext.checkpoint.architecture import Architecture
 from tensorrt_llm_ext.recipes.contract import Limits
@@ -23,7 +23,7 @@ class Workspace:
     gate_up: torch.Tensor  # [M, 2 intermediate]; shares the memory of qkv, which is over by then
     scales: torch.Tensor  # float32 [M, 1], of the rows that feed the next product
     inputs: dict[str, torch.Tensor]  # of the products: "hidden", "attended", "inner", as bytes [M, width x item]
-    places: torch.Tensor  # int32: starts and tiles of the batch's sequences
+    places: torch.Tensor  # int32: the batch, laid out
     counter: torch.Tensor  # uint8, of products
     few: Workspace | None  # buffers of their own for last rows
     step: int | None  # rows of one product; None: all
@@ -33,8 +33,8 @@ class Workspace:
         return self._cut(bucket(num_tokens, self.step is not None))
 
     def last_rows(self, batch_size: int) -> Workspace:
-        """The buffers of ``batch_size`` last rows, their bucket long."""
-        return self.few._cut(rounded(batch_size, LAST_STEP))
+        """The buffers of a batch's last rows: as many as attention's kernels are launched for."""
+        return self.few._cut(grid_sequences(batch_size))
 
     def narrow(self, size: int) -> torch.Tensor:
         """A buffer ``[M, size]`` in the memory of ``qkv``, for a part of what that holds."""
@@ -66,7 +66,7 @@ def make_workspace(
     """Allocate the buffers of the largest batch."""
     step = DETERMINISTIC_STEP if is_deterministic else None
     places = torch.zeros(num_places(limits), dtype=torch.int32, device=device)
-    few = _buffers(a, rounded(limits.max_batch_size, LAST_STEP), dtype, places, None, step and LAST_STEP)
+    few = _buffers(a, grid_sequences(limits.max_batch_size), dtype, places, None, step and LAST_STEP)
     return _buffers(a, bucket(limits.max_num_tokens, is_deterministic), dtype, places, few, step)
 
 

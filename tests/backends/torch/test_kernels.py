@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tensorrt_llm_ext.backends.torch import plain
-from tensorrt_llm_ext.backends.torch.values import FP8, HeadNorms, Heads, Linear, Norm, Rope, Rows
+from tensorrt_llm_ext.backends.torch.values import FP8, Batch, HeadNorms, Heads, Linear, Norm, Rope, Rows
 
 triton = pytest.importorskip("triton", reason="Triton comes with torch for CUDA")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -68,9 +68,32 @@ def assert_same_rows(found, expected):
 def test_embedding_rows_are_those_of_the_tokens_and_zero_past_them():
     table, x, expected = random(50, SIZE), random(8, SIZE), random(8, SIZE)
     for module, out in ((kernels, x), (plain, expected)):
-        module.embed(ids(3, 49, 0, 3, 7), table, out)
+        module.embed(ids(3, 49, 0, 3, 7, -1, -1, -1), table, out)
     torch.testing.assert_close(x, expected)
     assert not x[5:].any()
+
+
+def laid_out(module, lengths, num_rows, last=None):
+    batch = Batch(torch.arange(sum(lengths), dtype=torch.int32, device=DEVICE), ids(*lengths), last, max(lengths), {})
+    return module.layout(batch, num_rows, torch.full((9000,), 7, dtype=torch.int32, device=DEVICE))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (2000, 1, 1300), [1] * 70], ids=str)
+@pytest.mark.parametrize("num_spare", [0, 11, 1500])
+def test_a_batch_is_laid_out(lengths, num_spare):
+    count, num_tokens = len(lengths), sum(lengths)
+    last = ids(*range(num_tokens, num_tokens - count, -1))  # whatever it names
+    expected = laid_out(plain, lengths, num_tokens + num_spare, last)
+    assert expected.token_ids.tolist() == [*range(num_tokens), *[-1] * num_spare] and expected.last is last
+    assert expected.starts.tolist() == [sum(lengths[:index]) for index in range(count)]
+    for found in (laid_out(kernels, lengths, num_tokens + num_spare, last), laid_out(kernels, lengths, num_tokens + num_spare)):
+        assert torch.equal(found.token_ids, expected.token_ids) and found.num_tokens == num_tokens
+        assert torch.equal(found.starts[:count], expected.starts) and torch.equal(found.lengths[:count], expected.lengths)
+        assert not found.lengths[count:].any()
+        if found.last is not None:
+            assert torch.equal(found.last[:count], last) and set(found.last[count:].tolist()) <= {1}
+            assert len(found.last) == len(found.lengths) == (128 if count > 64 else 64)
+    assert found.last is None
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -167,9 +190,7 @@ def test_attention_of_packed_sequences(heads, has_norm, input_scale):
     rope, norms = rope_and_norms(heads, has_norm)
     found, expected = rows_pair(len(qkv), heads.q_size, input_scale is not None, input_scale)
     for module, out in ((kernels, found), (plain, expected)):
-        space = torch.full((4000,), 7, dtype=torch.int32, device=DEVICE)
-        where = module.layout(ids(*LENGTHS), max(LENGTHS), num_tokens, len(qkv), space)
-        assert where.starts[: len(LENGTHS)].tolist() == [0, 5, 6, 136, 264] and not where.lengths[len(LENGTHS) :].any()
+        where = laid_out(module, LENGTHS, len(qkv))
         module.attention(qkv.clone(), heads, rope, norms, where, out)
     assert_same_rows(first_rows(found, num_tokens), first_rows(expected, num_tokens))
     assert input_scale not in SATURATING or values_of(expected)[:num_tokens].abs().max() == 448 * torch.tensor(input_scale)
@@ -187,9 +208,8 @@ def test_attention_of_last_rows_alone(heads, has_norm, input_scale):
     rope, norms = rope_and_norms(heads, has_norm)
     found, expected = rows_pair(len(queries), heads.q_size, input_scale is not None, input_scale)
     for module, out in ((kernels, found), (plain, expected)):
-        space = torch.full((4000,), 7, dtype=torch.int32, device=DEVICE)
-        where = module.layout(ids(*LENGTHS), max(LENGTHS), num_tokens, len(keys_and_values), space)
-        module.last_attention(queries, keys_and_values, ids(*ends), heads, rope, norms, where, out)
+        where = replace(laid_out(module, LENGTHS, len(keys_and_values)), last=ids(*ends))
+        module.last_attention(queries, keys_and_values, heads, rope, norms, where, out)
     assert_same_rows(first_rows(found, len(ends)), first_rows(expected, len(ends)))
     assert values_of(found)[len(ends) :].isnan().all()  # nothing else is written
 
@@ -203,7 +223,7 @@ def test_attended_rows_in_fp8_are_nan_where_they_are_not_finite(wrong):
     qkv[[139, 141], -1] = wrong  # a value of the last token of one sequence, of the second token of the other
     out, _ = rows_pair(len(qkv), heads.q_size, True, 0.05)
     rope = Rope(torch.ones(140, 8, device=DEVICE), torch.zeros(140, 8, device=DEVICE))
-    where = kernels.layout(ids(*lengths), 140, len(qkv), len(qkv), torch.ones(400, dtype=torch.int32, device=DEVICE))
+    where = laid_out(kernels, lengths, len(qkv))
     kernels.attention(qkv, heads, rope, None, where, out)
     assert values_of(out)[:64].isfinite().all() and values_of(out)[[139, *range(141, 146)]].isnan().any(1).all()
 
@@ -214,17 +234,16 @@ def test_a_nan_stays_in_its_own_sequence():
     qkv[4:10] = float("nan")
     out = torch.zeros(13, heads.q_size, dtype=DTYPE, device=DEVICE)
     rope = Rope(torch.ones(6, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE))
-    where = kernels.layout(ids(*lengths), 6, 13, 13, torch.ones(400, dtype=torch.int32, device=DEVICE))
+    where = laid_out(kernels, lengths, 13)
     kernels.attention(qkv, heads, rope, None, where, Rows(out))
     assert torch.isfinite(out[:4]).all() and torch.isfinite(out[10:]).all() and not torch.isfinite(out[4:10]).any()
 
 
 def test_the_mean_of_each_sequence():
-    rows, lengths = random(sum(LENGTHS), 150, dtype=torch.float32), ids(*LENGTHS)
+    rows = random(sum(LENGTHS), 150, dtype=torch.float32)
     found, expected = (torch.full((len(LENGTHS), 150), float("nan"), device=DEVICE) for _ in range(2))
     for module, out in ((kernels, found), (plain, expected)):
-        space = torch.full((4000,), 7, dtype=torch.int32, device=DEVICE)
-        module.mean(rows, module.layout(lengths, max(LENGTHS), len(rows), len(rows), space), out)
+        module.mean(rows, laid_out(module, LENGTHS, len(rows)), out)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
