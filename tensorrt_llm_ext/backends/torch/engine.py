@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +14,7 @@ from tensorrt_llm_ext.backends.torch.decoder import Decoder, forward, with_table
 from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
-from tensorrt_llm_ext.backends.torch.sizes import bucket, buckets, engine_bytes, grids, has_table, is_launch_bound, launches
+from tensorrt_llm_ext.backends.torch.sizes import bucket, buckets, engine_bytes, grids, has_table, is_launch_bound
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
 from tensorrt_llm_ext.backends.torch.values import Batch
@@ -89,7 +88,7 @@ class TorchEngine:
         self._space: Workspace | None = space
         self._device = device
         self._operations = _operations(device)
-        self._graphs = Graphs() if device.type == "cuda" else None
+        self._graphs = Graphs(device) if device.type == "cuda" else None
         self._is_deterministic = space.step is not None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
@@ -126,8 +125,8 @@ class TorchEngine:
             raise _failed(error, _device_error(error, stream, self._device)) from error
 
     def warm_up(self) -> None:
-        """Choose the products' algorithms, make the first layer's table, run every shape of a product once, and every kernel, and
-        capture the graphs: nothing is compiled, loaded or captured after this."""
+        """Choose the products' algorithms, make the first layer's table, and run every shape of a product once, and every kernel:
+        nothing is compiled or loaded after this."""
         if self._device.type == "cpu":
             return
         limits = self._limits
@@ -142,11 +141,7 @@ class TorchEngine:
                 self._decoder = with_table(self._operations, self._decoder, self._space)
             for num_tokens, batch_size in sizes:
                 batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
-                self._forward(self._even_batch(num_tokens, batch_size))
-            for num_tokens, batch_size, longest in launches(limits, self._is_deterministic):
-                if is_launch_bound(self._architecture, bucket(num_tokens, self._is_deterministic)):
-                    batch = replace(self._even_batch(num_tokens, batch_size), longest=longest)
-                    forward(self._operations, self._decoder, self._space, batch, self._graphs.capture)
+                forward(self._operations, self._decoder, self._space, self._even_batch(num_tokens, batch_size))
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
@@ -157,7 +152,9 @@ class TorchEngine:
                 torch.cuda.empty_cache()
 
     def _forward(self, batch: Batch) -> None:
-        forward(self._operations, self._decoder, self._space, batch, None if self._graphs is None else self._graphs.run)
+        num_rows = bucket(len(batch.input_ids), self._is_deterministic)
+        has_graph = self._graphs is not None and is_launch_bound(self._architecture, num_rows)
+        forward(self._operations, self._decoder, self._space, batch, self._graphs.run if has_graph else None)
 
     def _bound(self) -> Batch:
         inputs = {name for name, tensor in self._tensors.items() if tensor.role == "input"}

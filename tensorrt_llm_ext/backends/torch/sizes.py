@@ -69,21 +69,6 @@ def is_launch_bound(a: Architecture, num_rows: int) -> bool:
     return 2 * num_rows * num_weights < _LAUNCH_BOUND
 
 
-def launches(limits: Limits, is_deterministic: bool = False) -> list[tuple[int, int, int]]:
-    """One batch for every set of launches that a batch within ``limits`` may need: tokens, sequences, tokens of the longest."""
-    found, fewest = [], 1  # tokens of a batch that is computed in so many rows
-    for num_rows in buckets(limits.max_num_tokens, is_deterministic):
-        most = min(num_rows, limits.max_num_tokens)
-        for count in grids(limits.max_batch_size):
-            batch_size = min(count, limits.max_batch_size, most)
-            for longest in sorted({min(TILE, limits.max_seq_len), limits.max_seq_len}):
-                num_tokens = min(most, batch_size * longest)
-                if num_tokens >= fewest and grid_sequences(batch_size) == count:
-                    found.append((num_tokens, batch_size, longest))
-        fewest = num_rows + 1
-    return found
-
-
 def num_tiles(num_rows: int, num_sequences: int) -> int:
     """Tiles of a batch at most, of sequences that are longer than one: each ends in one that may not be full."""
     return num_rows // TILE + min(num_sequences, num_rows // (TILE + 1))
