@@ -19,7 +19,7 @@ def nothing_set_aside():
 
 
 def interpreter():
-    return sys.getswitchinterval(), gc.get_freeze_count()
+    return sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
@@ -29,8 +29,8 @@ def test_runs_that_overlap_leave_the_interpreter_as_the_first_found_it(first_to_
     for run in runs:
         run.__enter__()
     runs.pop(first_to_end).__exit__(None, None, None)
-    turn, num_frozen = interpreter()
-    assert turn < before[0] / 10 and num_frozen > 0
+    turn, thresholds, num_frozen = interpreter()
+    assert turn < before[0] / 10 and thresholds[0] > 3 * before[1][0] and thresholds[1:] == before[1][1:] and num_frozen > 0
     runs.pop().__exit__(None, None, None)
     assert interpreter() == before
 
@@ -61,3 +61,15 @@ def test_objects_that_somebody_else_has_set_aside_stay_there():
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("own", [(0, 10, 10), (50_000, 5, 5)])
+def test_a_program_that_collects_less_often_or_never_is_left_alone(own):
+    before = gc.get_threshold()
+    gc.set_threshold(*own)
+    try:
+        with without_pauses():
+            assert gc.get_threshold() == own
+        assert gc.get_threshold() == own
+    finally:
+        gc.set_threshold(*before)
