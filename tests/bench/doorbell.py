@@ -7,7 +7,6 @@
 * Host work of a batch of 128 x 128 tokens through the session's pipeline, with an engine that enqueues nothing and outputs
   that nobody hashes; and the NumPy packer that the C++ one replaced.
 * Copies through slots, beside plain copies of pinned memory of the same size.
-* A profiler's trace of batches in flight: the share of time the card waits, and every call of the host that waits or allocates.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -43,7 +41,6 @@ NUM_TOKENS = NUM_SEQUENCES * LENGTH
 HIDDEN = 4096
 DIGEST = bytes(16)
 OFFSETS = np.arange(0, NUM_TOKENS + 1, LENGTH, dtype=np.int32)
-WAITING, ALLOCATING = ("Synchronize", "EventQuery", "StreamQuery"), ("Malloc", "MemAlloc", "Free", "HostRegister", "HostAlloc")
 PATIENCE_S = 60.0
 
 
@@ -54,7 +51,6 @@ def main() -> None:
         "round trip": round_trip(),
         "host work": host_work(),
         "copies": copies(),
-        "trace": trace(),
     }
     print(table(report))
     if arguments.json:
@@ -167,7 +163,9 @@ def pack_in_numpy(token_ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarra
 def copies(num_megabytes: int = 128, num_rounds: int = 9) -> dict[str, float]:
     """GB/s of one large batch's copy in and copy out, and of torch's copies of pinned memory of that size."""
     num_tokens = num_megabytes * (1 << 20) // 4
-    layout = _layout([("input_ids", "input", "int32", ("T",)), ("rows", "output", "float32", ("T",))], num_tokens, 1, num_tokens)
+    tensors = [("input_ids", "input", "int32", ("T",)), ("rows", "output", "float32", ("T",))]
+    limits = dict.fromkeys(["max_num_tokens", "max_seq_len", "max_padded_tokens"], num_tokens)
+    layout = _runtime.Layout(tensors, vocab_size=1, max_batch_size=1, **limits)
     driver = _runtime.Driver()
     arena = _runtime.PinnedArena(layout.slot_bytes, 1, driver)
     stream = _runtime.CudaStream(driver, layout.slot_bytes)
@@ -209,101 +207,6 @@ def copies(num_megabytes: int = 128, num_rounds: int = 9) -> dict[str, float]:
     }
 
 
-class Products:
-    """An engine of some milliseconds: an embedding, products in bfloat16, the last rows. Every buffer is its own."""
-
-    def __init__(self, num_products: int = 24) -> None:
-        make = {"device": "cuda", "dtype": torch.bfloat16}
-        self._table = torch.randn(VOCAB, HIDDEN, **make)
-        self._weight = torch.randn(HIDDEN, HIDDEN, **make) * HIDDEN**-0.5
-        self._x, self._y = (torch.empty(NUM_TOKENS, HIDDEN, **make) for _ in range(2))
-        self._num_products = num_products
-        torch.cuda.synchronize()
-
-    def run(self, stream: _runtime.Stream, slot: _runtime.Slot) -> None:
-        where = {name: _on_card(address, shape, DTYPES[name]) for name, shape, address in stream.tensors(slot)}
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
-            torch.index_select(self._table, 0, where["input_ids"], out=self._x)
-            for _ in range(self._num_products):
-                torch.mm(self._x, self._weight, out=self._y)
-                self._x, self._y = self._y, self._x
-            torch.index_select(self._x, 0, where["last_token_ids"], out=where["last"].view(torch.bfloat16))
-
-
-VOCAB = 32000
-TENSORS = [
-    ("input_ids", "input", "int32", ("T",)),
-    ("last_token_ids", "input", "int32", ("B",)),
-    ("last", "output", "bfloat16", ("B", HIDDEN)),
-]
-DTYPES = {"input_ids": "<i4", "last_token_ids": "<i4", "last": "<i2"}  # the interface has no bfloat16
-
-
-def trace(num_batches: int = 40) -> dict:
-    """Run batches two at a time under the profiler: how long the card waits, and what the host calls meanwhile."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    layout = _layout(TENSORS, NUM_TOKENS, NUM_SEQUENCES, LENGTH)
-    driver = _runtime.Driver()
-    arena = _runtime.PinnedArena(layout.slot_bytes, 3, driver)
-    stream = _runtime.CudaStream(driver, layout.slot_bytes)
-    engine = Products()
-    token_ids = np.random.default_rng(0).integers(0, VOCAB, NUM_TOKENS).astype(np.int32)
-
-    def submit(batch: int) -> _runtime.Ticket:
-        slot = arena.acquire(PATIENCE_S)
-        _runtime.pack(layout, token_ids, OFFSETS, slot, convention="index", batch=batch, digest=DIGEST)
-        stream.copy_in(slot)
-        stream.run(slot, lambda slot: engine.run(stream, slot))
-        stream.copy_out(slot)
-        return stream.ring(slot)
-
-    for batch in range(4):  # warm up
-        submit(batch).wait(PATIENCE_S)
-    before, calls_before = _runtime.stats(), driver.calls()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled, record_function("batches"):
-        in_flight = [submit(0), submit(1)]
-        for batch in range(2, num_batches):
-            in_flight.pop(0).wait(PATIENCE_S)
-            in_flight.append(submit(batch))
-        for ticket in in_flight:
-            ticket.wait(PATIENCE_S)
-    after, calls_after = _runtime.stats(), driver.calls()
-    del ticket, in_flight
-    stream.close(PATIENCE_S)
-    with tempfile.TemporaryDirectory() as folder:
-        profiled.export_chrome_trace(str(Path(folder) / "trace.json"))
-        events = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
-    ours = {name: calls_after[name] - calls_before[name] for name in calls_after if calls_after[name] != calls_before[name]}
-    return {
-        **_read_trace(events, num_batches),
-        "our synchronisations": after["synchronisations"] - before["synchronisations"],
-        "our allocations": after["allocations"] - before["allocations"],
-        "our driver calls a batch": {name: round(count / num_batches, 2) for name, count in ours.items()},
-    }
-
-
-def _read_trace(events: list[dict], num_batches: int) -> dict:
-    """The card's busy and idle time between the first and the last work of the batches, and the host's calls by kind."""
-    batches = next(e for e in events if e.get("name") == "batches" and e.get("cat") == "user_annotation")
-    start, end = batches["ts"], batches["ts"] + batches["dur"]
-    on_card = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
-    on_card = [span for span in on_card if span[0] >= start]
-    busy, reached = 0.0, on_card[0][0]
-    for begin, finish in on_card:
-        busy += max(0.0, finish - max(begin, reached))
-        reached = max(reached, finish)
-    span = reached - on_card[0][0]
-    calls = [e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and start <= e["ts"] < end]
-    return {
-        "ms_a_batch": round(span / num_batches / 1e3, 3),
-        "card waits_share": round(1 - busy / span, 5),
-        "calls that wait": sorted({name for name in calls if any(word in name for word in WAITING)}),
-        "calls that allocate": sorted({name for name in calls if any(word in name for word in ALLOCATING)}),
-        "calls seen": len(calls),
-    }
-
-
 def table(report: dict) -> str:
     """The report as Markdown."""
     rows = [
@@ -312,16 +215,6 @@ def table(report: dict) -> str:
         for name, value in values.items()
     ]
     return "\n".join(["| part | figure | value |", "|---|---|---:|", *rows])
-
-
-def _layout(tensors: list, num_tokens: int, batch_size: int, max_seq_len: int) -> _runtime.Layout:
-    limits = {"max_num_tokens": num_tokens, "max_batch_size": batch_size, "max_seq_len": max_seq_len}
-    return _runtime.Layout(tensors, vocab_size=VOCAB, max_padded_tokens=num_tokens, **limits)
-
-
-def _on_card(address: int, shape: tuple[int, ...], typestr: str) -> torch.Tensor:
-    interface = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 2}
-    return torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": interface})(), device="cuda")
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def end_to_end(
     for precision, engine in engines.items():
         pass_over(engine, sizes.even(sizes.length), a.vocab_size)()  # what the products read
         limit = _products_alone(engine, f"{name} {precision}", a, sizes)
-        call = _extraction(engine, a, precision, sizes)
+        call = extraction(engine, a, precision, sizes)
         ours = f"{name} {precision} {END_TO_END}"
         found.append(Contender(ours, sizes.num_tokens, on_host(call, sizes.num_batches), None, (limit.name, *against)))
         found.append(limit)
@@ -116,7 +116,8 @@ def pass_over(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Calla
     return lambda: engine._forward(batch)
 
 
-def _extraction(engine: TorchEngine, a: Architecture, precision: str, sizes: Sizes) -> Callable[[], None]:
+def extraction(engine: TorchEngine, a: Architecture, precision: str, sizes: Sizes) -> Callable[[], None]:
+    """Batches through a session of its own, ids in and records on the host out, which have been through it once."""
     limits = replace(sizes.limits, max_num_tokens=sizes.num_tokens, max_seq_len=sizes.long)
     session = random_session(engine, contract_of(a, taps=TAPS, precision=precision, limits=limits))
     items = random_items(sizes.num_batches * sizes.num_tokens // sizes.length, sizes.length, a.vocab_size)

@@ -208,3 +208,20 @@ def test_the_operations_of_a_pass_are_those_that_it_computes():
     products = 5 * rest + 5 * (queries + keys_and_values + rest) + (5 * keys_and_values + 2 * (queries + rest))
     attention = 4 * 64 * (2 * (1 + 2 + 3 + 1 + 2) + (3 + 2))
     assert _flops(a, [3, 2]) == 2 * products + attention
+
+
+def test_a_trace_of_batches_says_how_long_the_card_was_idle_and_what_the_host_waited_for():
+    def event(category, name, start, duration):
+        return {"cat": category, "name": name, "ts": start, "dur": duration}
+
+    batches = event("user_annotation", "batches", 100, 1000)
+    before, after = event("kernel", "warm-up", 50, 40), event("cuda_runtime", "cudaDeviceSynchronize", 1200, 9)
+    kernels = [event("kernel", "a", 200, 300), event("gpu_memcpy", "copy", 250, 100), event("kernel", "b", 600, 200)]
+    calls = [event("cuda_runtime", "cudaLaunchKernel", 190, 5), event("cuda_driver", "cuMemAlloc_v2", 195, 5)]
+    found = card_trace.read_batches([before, batches, *kernels, *calls, after], 2)
+    assert found == {
+        "ms a batch": 0.3, "idle share of the card": round(100 / 600, 5), "calls that wait": [],
+        "calls that allocate": ["cuMemAlloc_v2"], "calls": 2,
+    }  # fmt: skip
+    waiting = event("cuda_runtime", "cudaStreamSynchronize", 500, 20)
+    assert card_trace.read_batches([batches, *kernels, waiting], 2)["calls that wait"] == ["cudaStreamSynchronize"]

@@ -18,13 +18,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import machine
 import torch
-from card_trace import traced
+from card_trace import batches_traced, traced
 from contenders import Contender, on_device, sitting
-from our_contenders import Sizes, deterministic, end_to_end, pass_over, passes_and_products, random_engines, swiglu_apart
+from our_contenders import Sizes, deterministic, end_to_end, extraction, pass_over, passes_and_products, random_engines, swiglu_apart
 from random_checkpoint import write_checkpoint
 from torch_models import DEVICE, LLAMA_2_7B, QWEN3_8B
 from transformers_peer import transformers_calls
@@ -62,7 +63,7 @@ def measured(
     has_trace: bool = False,
     vllm_python: str = sys.executable,
 ) -> Iterator[dict]:
-    """Run the parts; after each the report so far: machine, batch, sittings, notes on what was left out, the trace if asked for."""
+    """Run the parts; after each the report so far: machine, batch, sittings, notes on what was left out, the traces if asked for."""
     report = {"machine": on, "batch": vars(sizes), "sittings": [], "notes": []}
     (llama, a), (qwen, b) = shapes.items()
     with torch.inference_mode():
@@ -76,6 +77,8 @@ def measured(
                     yield report
                 if has_trace:
                     report["trace"] = traced(pass_over(engines["fp8"], sizes.even(sizes.length), a.vocab_size))
+                    many = replace(sizes, num_batches=5 * sizes.num_batches)
+                    report["trace of a session"] = batches_traced(extraction(engines["fp8"], a, "fp8", many), many.num_batches)
                     yield report
                 if "peers" in parts:
                     _beside_peers(report, "peers", engines, llama, a, sizes, sizes.num_tokens, Path(folder), vllm_python)
@@ -168,15 +171,14 @@ def print_report(report: dict) -> None:
         for name, ratio in part["ratios"].items():
             print(f"{name:88}{ratio:8.3f}")
     print("\n".join(report["notes"]))
-    if "trace" in report:
-        print(json.dumps(report["trace"], indent=1))
+    print(json.dumps({what: found for what, found in report.items() if what.startswith("trace")}, indent=1))
 
 
 def _arguments() -> argparse.Namespace:
     parser = machine.arguments(__doc__)
     described = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS], help=described)
-    parser.add_argument("--trace", action="store_true", help="profile two passes and print where their time went")
+    parser.add_argument("--trace", action="store_true", help="profile two passes, and batches through a session")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of the environment that has vLLM")
     arguments = parser.parse_args()
     if shutil.which(arguments.vllm_python) is None:

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA card", allow_module_level=True)
 
 from torch_models import architecture, contract_of, random_decoder
+from triton.runtime.jit import JITFunction
 
 from tensorrt_llm_ext.backends.torch import cublaslt, gated, plain, trials
 from tensorrt_llm_ext.backends.torch import decoder as decoder_module
@@ -91,7 +92,8 @@ def test_every_kind_of_rows_is_near_the_plain_operations(family, precision):
     assert kernels is not plain
 
 
-@pytest.mark.parametrize(("precision", "is_deterministic"), [("fp8", False), ("fp8", True), ("bfloat16", True)])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
 def test_the_same_sequence_gives_the_same_bytes_in_any_batch(precision, is_deterministic):
     engine, own = engine_of(precision=precision, is_deterministic=is_deterministic), sequences()
     together = run(engine, own)["final_post_last"]
@@ -124,6 +126,19 @@ def test_a_graph_is_captured_once_and_gives_the_bytes_of_launches_one_by_one(pre
         for name, rows in expected.items():
             assert torch.isfinite(rows.float()).all() and torch.equal(rows, captured[name]), (name, lengths)
             assert torch.equal(rows, found[name]), (name, lengths)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_no_kernel_is_compiled_or_loaded_after_the_engine_has_opened(precision):
+    engine, generator = engine_of(precision=precision, taps="final@last,layer:1@all,layer:2@mean"), random.Random(1)
+    with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled or loaded")) as compiled:
+        for _ in range(40):
+            longest = generator.choice([3, 128, LIMITS.max_seq_len])
+            lengths = [generator.randint(1, longest) for _ in range(generator.randint(1, LIMITS.max_batch_size))]
+            while sum(lengths) > LIMITS.max_num_tokens:
+                lengths.pop()
+            run(engine, sequences(lengths=lengths))
+    assert not compiled.called
 
 
 @pytest.mark.parametrize("precision, has_attended_scale", [("bfloat16", True), ("fp8", True), ("fp8", False)])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests import tiny.py by name
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "bench")]  # imported by name
 
 import tiny
+from card_trace import batches_traced
 
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.fingerprint import token_hash
@@ -61,3 +62,15 @@ def test_records_on_the_card_are_near_those_of_backend_ort(family, tmp_path):
             assert other.shape == rows.shape
             cosines = (rows * other).sum(-1) / np.linalg.norm(rows, axis=-1) / np.linalg.norm(other, axis=-1)
             assert cosines.min() > 0.995, (request_id, tap, cosines.min())
+
+
+def test_no_call_waits_for_the_card_or_asks_for_memory_between_the_first_batch_and_the_last(tmp_path):
+    """Not even where a batch of a new shape comes, whose graph is captured then."""
+    build_engine(tiny.tiny_checkpoint(tmp_path / "checkpoint", "llama"), tmp_path / "engine", card=CARD)
+    with Session.open(tmp_path / "engine") as session:
+        work, graphs = items(200), session._pipeline._engine._graphs._graphs
+        list(session.extract(work[:40]))
+        num_graphs = len(graphs)
+        found = batches_traced(lambda: [*session.extract(work), *session.extract(work[:1])], 21)
+        assert found["calls"] > 100 and len(graphs) > num_graphs
+    assert not any(found[what] for what in found if "wait" in what or "allocate" in what or "runtime" in what), found

@@ -118,7 +118,7 @@ def test_a_table_of_every_token_replaces_the_first_layers_product(engines):
         assert torch.equal(found[2][tap], expected) if tap.layer == 0 else (found[2][tap] - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
 def test_the_batch_is_invisible(precision, engines):
     """Alone, in company, at another position: the same rows; different requests differ by far more."""
     path, work = engines("qwen3", precision, taps="final@last"), items()

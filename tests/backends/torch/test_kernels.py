@@ -75,7 +75,8 @@ def test_embedding_rows_are_those_of_the_tokens_and_zero_past_them():
 
 def laid_out(module, lengths, num_rows, last=None):
     batch = Batch(torch.arange(sum(lengths), dtype=torch.int32, device=DEVICE), ids(*lengths), last, max(lengths), {})
-    return module.layout(batch, num_rows, torch.full((9000,), 7, dtype=torch.int32, device=DEVICE))
+    places = torch.full((num_rows + 3000,), 7, dtype=torch.int32, device=DEVICE)
+    return module.layout(batch, num_rows, places)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (2000, 1, 1300), [1] * 70], ids=str)
@@ -212,6 +213,29 @@ def test_attention_of_last_rows_alone(heads, has_norm, input_scale):
         module.last_attention(queries, keys_and_values, heads, rope, norms, where, out)
     assert_same_rows(first_rows(found, len(ends)), first_rows(expected, len(ends)))
     assert values_of(found)[len(ends) :].isnan().all()  # nothing else is written
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(IS_INTERPRETED, reason="too long for the interpreter")
+def test_attention_of_the_longest_sequences_beside_float32():
+    """Whose rows are means of many values and far smaller than their inputs; positions lie where float16's tables have them."""
+    heads, lengths = Heads(4, 2, 64), (32768, 129, 1)
+    num_tokens = sum(lengths)
+    qkv = random(num_tokens, heads.fused_size)
+    qkv[:, : heads.q_size] *= 3  # attention that prefers some keys
+    angles = torch.arange(max(lengths))[:, None] * torch.logspace(0, -4, heads.head_dim // 2)[None, :]
+    rope = Rope(angles.cos().to(DEVICE, torch.float16), angles.sin().to(DEVICE, torch.float16))
+    found, few = (torch.full((rows, heads.q_size), float("nan"), dtype=DTYPE, device=DEVICE) for rows in (num_tokens, 64))
+    expected = torch.empty(num_tokens, heads.q_size, device=DEVICE)
+    plain.attention(qkv.float(), heads, rope, None, laid_out(plain, lengths, num_tokens), Rows(expected))
+    where = laid_out(kernels, lengths, num_tokens, torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE))
+    q, kv = qkv.split([heads.q_size, 2 * heads.kv_size], dim=1)
+    kernels.last_attention(q[where.last - 1].contiguous(), kv.contiguous(), heads, rope, None, where, Rows(few))
+    kernels.attention(qkv, heads, rope, None, where, Rows(found))
+    cosines = torch.cosine_similarity(found.float(), expected, dim=1)
+    assert cosines.min() > 0.999, (cosines.min(), cosines.argmin())
+    torch.testing.assert_close(found.float().norm(dim=1), expected.norm(dim=1), rtol=2e-2, atol=0)
+    assert torch.cosine_similarity(few[:3].float(), expected[where.last[:3] - 1], dim=1).min() > 0.999
 
 
 @pytest.mark.gpu
