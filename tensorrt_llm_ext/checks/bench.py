@@ -2,13 +2,14 @@
 
 Every contender answers every prompt once a round, rounds are interleaved so that a slow minute of the machine meets all
 of them, and the median round counts; a contender that is far slower than ours runs once. Tokens are real tokens: padding is work, not output. transformers is given the
-easier task: no output head, and no state but the last.
+easier task: no output head, and no state but the last. On a card it runs compiled, too, and backend torch beside its own limit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import platform
 import statistics
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import psutil
@@ -29,9 +31,14 @@ from tensorrt_llm_ext.checks.reference import whole_model
 from tensorrt_llm_ext.errors import InputError, VerificationFailed
 from tensorrt_llm_ext.recipes.contract import row_cosines
 from tensorrt_llm_ext.results.record import Failure, WorkItem
-from tensorrt_llm_ext.runtime import Session
+from tensorrt_llm_ext.runtime import Session, batches, windows
 from tensorrt_llm_ext.taps import Tap
 
+if TYPE_CHECKING:
+    import torch
+
+EAGER, COMPILED, LIMIT = "transformers", "transformers compiled", "its products alone"
+PRODUCTS_ALONE = "products_alone"
 NUM_ROUNDS = 3
 SLOW = 8.0  # times ours: who took longer in the first round is not run again
 SLOW_BFLOAT16 = 4.0  # times float32: a CPU without its instructions, where nobody would run bfloat16
@@ -47,7 +54,7 @@ States = dict[str, np.ndarray | None]
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """A way to get the last hidden state of every prompt. ``run`` answers all items once."""
+    """A way to get the last hidden state of every prompt. ``run`` answers all items once; the limit answers none."""
 
     name: str
     dtype: str
@@ -70,7 +77,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """All timings of one run and the machine it ran on. ``ratios`` are ours over transformers float32."""
+    """All timings of one run and the machine it ran on. ``ratios`` are our speed over transformers', and over the limit's."""
 
     model: str
     num_prompts: int
@@ -103,15 +110,20 @@ def bench(
     """
     _refuse_too_large(checkpoint)
     device = "cuda" if session.contract.compute_capabilities else "cpu"
-    contenders, notes = [_packed(session), *_padded(checkpoint, "float32", device)], []
+    contenders, notes = [_packed(session), *_padded(whole_model(checkpoint, "float32").to(device), "float32", device)], []
+    exact = contenders[1]  # transformers float32
     import torch
 
     torch.set_num_threads(num_threads)
     if device == "cuda" or (cost := _bfloat16_cost()) <= SLOW_BFLOAT16:
-        contenders += _padded(checkpoint, "bfloat16", device)
+        model = whole_model(checkpoint, "bfloat16").to(device)
+        contenders += _padded(model, "bfloat16", device)
+        if device == "cuda":
+            _add_compiled(contenders, notes, model, items)
     else:
         notes.append(f"transformers bfloat16 is left out: here torch multiplies matrices {cost:.1f} times slower than in float32")
-    exact = contenders[1]  # transformers float32
+    if isinstance(engine := session.engine, HasProducts):
+        contenders.append(_products_alone(engine, session))
     for contender in contenders:
         contender.run(items[:_WARM_UP_ITEMS])
     seconds: dict[Contender, list[float]] = {contender: [] for contender in contenders}
@@ -124,7 +136,8 @@ def bench(
             start = time.perf_counter()
             states[contender] = contender.run(items)
             seconds[contender].append(time.perf_counter() - start)
-            _refuse_lost(contender, items, states[contender])
+            if contender.name != LIMIT:
+                _refuse_lost(contender, items, states[contender])
     lengths = [len(item.token_ids) for item in items]
     timings = tuple(
         _timing(contender, seconds[contender], lengths, _min_cosine(states[exact], states[contender]))
@@ -164,15 +177,47 @@ def _packed(session: Session) -> Contender:
     return Contender("this engine", contract.activation_dtype, "packed by token budget", run)
 
 
-def _padded(checkpoint: Checkpoint, dtype: str, device: str) -> list[Contender]:
+@runtime_checkable
+class HasProducts(Protocol):
+    """An engine that can run the matrix products of a batch alone."""
+
+    def run_products(self, num_tokens: int) -> None: ...
+
+
+def _products_alone(engine: HasProducts, session: Session) -> Contender:
+    """The limit: the products of every batch, by the library's first choice of algorithm where the engine fuses one."""
+    contract = session.contract
+
+    def run(items: Sequence[WorkItem]) -> States:
+        for batch in itertools.chain.from_iterable(batches(window, contract.limits) for window in windows(items)):
+            engine.run_products(sum(len(item.token_ids) for item in batch))
+        return {}
+
+    return Contender(LIMIT, contract.activation_dtype, "as ours", run)
+
+
+def _add_compiled(contenders: list[Contender], notes: list[str], model: torch.nn.Module, items: Sequence[WorkItem]) -> None:
+    """Add transformers compiled, once every shape of the items has been; where that fails, a note."""
+    import torch
+
+    batch_size = CARD_BATCHES[-1]
+    run = partial(padded_last_states, torch.compile(model, dynamic=True), batch_size=batch_size, is_sorted=True)
+    try:
+        run(items)
+    except Exception as error:  # the compiler's own, or of what it calls
+        notes.append(f"transformers compiled is left out: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return
+    contenders.append(Contender(COMPILED, "bfloat16", f"padded, batch {batch_size}, sorted by length", run))
+
+
+def _padded(model: torch.nn.Module, dtype: str, device: str) -> list[Contender]:
     """transformers in the order given, and sorted by length."""
-    model = whole_model(checkpoint, dtype).to(device)
     contenders = []
     sizes = CARD_BATCHES if device == "cuda" else SORTED_BATCHES
     for batch_size, is_sorted in ((PADDED_BATCH, False), *((size, True) for size in sizes)):
         order = "sorted by length" if is_sorted else "in the order given"
         run = partial(padded_last_states, model, batch_size=batch_size, is_sorted=is_sorted)
-        contenders.append(Contender("transformers", dtype, f"padded, batch {batch_size}, {order}", run))
+        contenders.append(Contender(EAGER, dtype, f"padded, batch {batch_size}, {order}", run))
     return contenders
 
 
@@ -215,7 +260,7 @@ def _refuse_lost(contender: Contender, items: Sequence[WorkItem], states: States
 
 
 def _min_cosine(expected: States, found: States) -> float | None:
-    if any(row is None for row in found.values()):
+    if not found or any(row is None for row in found.values()):
         return None
     request_ids = list(expected)
     return float(row_cosines(np.stack([expected[i] for i in request_ids]), np.stack([found[i] for i in request_ids])).min())
@@ -235,22 +280,22 @@ def _timing(contender: Contender, seconds: list[float], lengths: list[int], min_
 
 
 def _ratios(timings: Sequence[Timing]) -> dict[str, float]:
-    """Our tokens/s over transformers', in the order given and sorted (the better batch size), by type."""
-    ours, *theirs = timings
+    """Our tokens/s over transformers', in the order given and sorted (the better batch size), by type; compiled; and the limit's."""
+    ours, *others = timings
+    eager = [timing for timing in others if timing.name == EAGER]
     ratios = {}
-    for dtype in dict.fromkeys(timing.dtype for timing in theirs):
-        in_order, *by_length = [timing.tokens_per_s for timing in theirs if timing.dtype == dtype]
+    for dtype in dict.fromkeys(timing.dtype for timing in eager):
+        in_order, *by_length = [timing.tokens_per_s for timing in eager if timing.dtype == dtype]
         ratios[f"{dtype}_in_order"] = ours.tokens_per_s / in_order
         ratios[f"{dtype}_sorted"] = ours.tokens_per_s / max(by_length)
-    return ratios
+    names = {COMPILED: "bfloat16_compiled", LIMIT: PRODUCTS_ALONE}
+    return ratios | {names[other.name]: ours.tokens_per_s / other.tokens_per_s for other in others if other.name in names}
 
 
 def _machine(device: str) -> dict[str, str | int | None]:
-    import torch
-
     versions = {name: importlib.metadata.version(name) for name in ("onnxruntime", "torch", "transformers", "numpy")}
     return {
-        **({"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if device == "cuda" else {}),
+        **(_card() if device == "cuda" else {}),
         "cpu": _cpu_name(),
         "cores": usable_cores(),
         "system": platform.platform(terse=True),
@@ -259,6 +304,17 @@ def _machine(device: str) -> dict[str, str | int | None]:
         "commit": _commit(),
         **versions,
     }
+
+
+def _card() -> dict[str, str | None]:
+    import torch
+
+    found = {"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return found | {"driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]}
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return found
 
 
 def _cpu_name() -> str:

@@ -35,7 +35,7 @@ def command(
     """Time an engine beside transformers: same prompts, same threads or card, one run.
 
     transformers runs where the engine runs, padded in the order given and sorted by length, in float32 and, where the CPU
-    has it, in bfloat16. Needs the extra 'verify' (torch and transformers), and memory for the whole model.
+    has it, in bfloat16; on a card compiled, too. An engine of backend torch is timed beside its matrix products alone. Needs the extra 'verify' (torch and transformers), and memory for the whole model.
     """
     from tensorrt_llm_ext import checks
     from tensorrt_llm_ext.checkpoint import open_checkpoint
@@ -64,6 +64,7 @@ def command(
 
 
 def _print(result: BenchResult) -> None:
+    from tensorrt_llm_ext.checks.bench import PRODUCTS_ALONE
     from tensorrt_llm_ext.cli._terminal import print_table
 
     print_table(
@@ -83,6 +84,9 @@ def _print(result: BenchResult) -> None:
         ],
     )
     for name, ratio in result.ratios.items():
+        if name == PRODUCTS_ALONE:
+            click.echo(f"{ratio:.3f} of the speed of its products alone")
+            continue
         dtype, order = name.split("_", 1)
         click.echo(f"{ratio:.2f} times transformers {dtype}, {order.replace('_', ' ')}")
     for note in result.notes:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from tensorrt_llm_ext.backends import open_engine
+from tensorrt_llm_ext.backends import Engine, open_engine
 from tensorrt_llm_ext.errors import ContractError, Refusal
 from tensorrt_llm_ext.recipes.contract import Contract, Convention, read_contract
 from tensorrt_llm_ext.results.record import Failure, Origin, Record, Tokenisation, WorkItem, origin_from_contract
@@ -116,6 +116,11 @@ class Session:
     def convention(self) -> Convention:
         """The gather convention as measured."""
         return self.evidence.convention
+
+    @property
+    def engine(self) -> Engine:
+        """The open engine, for what is measured of it alone; batches go through ``submit``."""
+        return self._pipeline._engine
 
     def submit(self, items: Sequence[WorkItem]) -> Ticket:
         """Put one batch in flight. Waits for a free slot: at most ``num_slots`` tickets may be open in one thread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -12,6 +13,7 @@ from random_sessions import random_items, random_session
 from torch_models import contract_of, random_engine
 
 from tensorrt_llm_ext.backends.torch import gated
+from tensorrt_llm_ext.backends.torch.decoder import run_products
 from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
 from tensorrt_llm_ext.backends.torch.values import Batch
@@ -148,15 +150,7 @@ def _batch(engine: TorchEngine, lengths: list[int], vocab_size: int) -> Batch:
 
 def _products_alone(engine: TorchEngine, name: str, a: Architecture, sizes: Sizes) -> Contender:
     """All products of all layers, over all rows, on what the last pass left in the buffers."""
-    space, op = engine._space.of(sizes.num_tokens), engine._operations
-
-    def call() -> None:
-        for layer in engine._decoder.layers:
-            op.multiply(space.rows("hidden", layer.qkv), layer.qkv, space.qkv)
-            op.multiply(space.rows("attended", layer.o), layer.o, space.delta)
-            op.multiply(space.rows("hidden", layer.gate_up), layer.gate_up, space.gate_up)
-            op.multiply(space.rows("inner", layer.down), layer.down, space.delta)
-
+    call = partial(run_products, engine._operations, engine._decoder, engine._space.of(sizes.num_tokens))
     flops = 2 * sizes.num_tokens * a.num_layers * sum(_product_sizes(a))
     return Contender(f"{name} {PRODUCTS}", sizes.num_tokens, on_device(call), flops)
 

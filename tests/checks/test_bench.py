@@ -12,7 +12,7 @@ import torch
 
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checks import bench, reference_states
-from tensorrt_llm_ext.checks.bench import Timing, _ratios
+from tensorrt_llm_ext.checks.bench import COMPILED, LIMIT, Timing, _add_compiled, _ratios
 from tensorrt_llm_ext.checks.padded import padded_last_states
 from tensorrt_llm_ext.checks.reference import whole_model
 from tensorrt_llm_ext.errors import InputError, VerificationFailed
@@ -90,13 +90,31 @@ def test_where_bfloat16_is_slow_it_is_left_out_and_the_note_says_so(run_bench, m
 def test_ratios_take_the_better_of_the_sorted_batches():
     speeds = [("float32", 900), ("float32", 300), ("float32", 500), ("float32", 600), ("bfloat16", 450)]
     speeds += [("bfloat16", 1200), ("bfloat16", 1000)]
-    ratios = _ratios([Timing("", dtype, "", speed, 1, (1.0,), None) for dtype, speed in speeds])
-    assert ratios == {
+    timings = [Timing("transformers", dtype, "", speed, 1, (1.0,), None) for dtype, speed in speeds]
+    others = [Timing(name, "", "", speed, 1, (1.0,), None) for name, speed in ((COMPILED, 1800), (LIMIT, 1000))]
+    assert _ratios(timings + others) == {
+        "bfloat16_compiled": 0.5,
+        "products_alone": 0.9,
         "float32_in_order": 3.0,
         "float32_sorted": 1.5,
         "bfloat16_in_order": 2.0,
         "bfloat16_sorted": 0.75,
     }
+
+
+def test_transformers_compiled_is_a_contender_or_a_note(checkpoint_path, items, monkeypatch):
+    with open_checkpoint(checkpoint_path) as checkpoint:
+        model = whole_model(checkpoint, "float32")
+    contenders, notes = [], []
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    _add_compiled(contenders, notes, model, items)
+    (compiled,) = contenders
+    expected = padded_last_states(model, items, batch_size=16, is_sorted=True)
+    for request_id, row in compiled.run(items).items():
+        np.testing.assert_allclose(row, expected[request_id], rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: None)  # what is called then fails
+    _add_compiled(contenders, notes, model, items)
+    assert len(contenders) == 1 and notes[0].startswith("transformers compiled is left out: AttributeError: ")
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])

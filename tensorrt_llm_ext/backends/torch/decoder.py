@@ -104,6 +104,15 @@ def run_stretch(op: ModuleType, decoder: Decoder, space: Workspace, where: Layou
             _layer(op, decoder, space, where, number)
 
 
+def run_products(op: ModuleType, decoder: Decoder, space: Workspace) -> None:
+    """Multiply every row of ``space``, whatever it holds, by every weight of the layers: what bounds a pass over so many rows."""
+    for layer in decoder.layers:
+        op.multiply(space.rows("hidden", layer.qkv), layer.qkv, space.qkv)
+        op.multiply(space.rows("attended", layer.o), layer.o, space.delta)
+        op.multiply(space.rows("hidden", layer.gate_up), layer.gate_up, space.gate_up)
+        op.multiply(space.rows("inner", layer.down), layer.down, space.delta)
+
+
 def with_table(op: ModuleType, decoder: Decoder, space: Workspace) -> Decoder:
     """Compute the first layer's queries, keys and values of every token of the vocabulary, as a pass would."""
     layer, tokens = decoder.layers[0], torch.arange(len(decoder.embedding), dtype=torch.int32, device=space.x.device)

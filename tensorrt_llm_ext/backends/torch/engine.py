@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from tensorrt_llm_ext.backends.torch import cublaslt, plain
-from tensorrt_llm_ext.backends.torch.decoder import Decoder, forward, with_table
+from tensorrt_llm_ext.backends.torch.decoder import Decoder, forward, run_products, with_table
 from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
@@ -123,6 +123,13 @@ class TorchEngine:
                         self._forward(batch)
         except Exception as error:  # torch, Triton and the libraries beneath share no base class
             raise _failed(error, _device_error(error, stream, self._device)) from error
+
+    def run_products(self, num_tokens: int) -> None:
+        """Do of a batch of ``num_tokens`` the matrix products of every layer alone, over what the last one left, and wait for them."""
+        with torch.inference_mode():
+            run_products(self._operations, self._decoder, self._space.of(num_tokens))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def warm_up(self) -> None:
         """Choose the products' algorithms, make the first layer's table, and run every shape of a product once, and every kernel:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
 from tensorrt_llm_ext.builder import build_engine
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checkpoint.layout import PRODUCTS
+from tensorrt_llm_ext.checks import bench
 from tensorrt_llm_ext.checks.reference import reference_states
 from tensorrt_llm_ext.errors import BackendError, EngineError, IncompatibleEngine, OutOfMemory
 from tensorrt_llm_ext.fingerprint import token_hash
@@ -314,3 +316,15 @@ def test_shapes_and_addresses_are_checked(copy):
     engine.close()
     with pytest.raises(BackendError, match="a closed engine"):
         engine.enqueue(0)
+
+
+def test_bench_times_the_engine_s_products_alone_beside_it(engines, checkpoints):
+    with open_checkpoint(checkpoints["llama"]) as checkpoint, Session.open(engines("llama")) as session:
+        multiplied = []
+        with mock.patch.object(type(session.engine), "run_products", autospec=True, side_effect=lambda engine, n: multiplied.append(n)):
+            result = bench(session, checkpoint, items(), num_threads=2, num_rounds=1)
+        session.engine.run_products(100)
+    limit = result.timings[-1]
+    assert (limit.name, limit.dtype, limit.min_cosine) == ("its products alone", "float32", None)
+    assert sum(multiplied) == 2 * result.num_tokens  # of the warm-up, too
+    assert result.ratios["products_alone"] == pytest.approx(result.timings[0].tokens_per_s / limit.tokens_per_s)
