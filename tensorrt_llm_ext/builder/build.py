@@ -64,6 +64,7 @@ def build_engine(
     max_num_tokens: int | None = None,
     max_batch_size: int | None = None,
     max_padded_tokens: int | None = None,
+    is_deterministic: bool | None = None,
     calibration: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Contract:
@@ -82,6 +83,7 @@ def build_engine(
         max_num_tokens=max_num_tokens,
         max_batch_size=max_batch_size,
         max_padded_tokens=max_padded_tokens,
+        is_deterministic=is_deterministic,
     )
     recipe = Recipe() if recipe is None else recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})

@@ -26,6 +26,7 @@ from tensorrt_llm_ext.cli import verb
 @click.option("--precision", help="float32, float16 …  [default: the recipe's, or the card's first]")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Text that fp8 is measured on.  [default: the demo's prompts]")
 @click.option("--max-seq-len", type=click.IntRange(min=1), help="Tokens of the longest sequence.  [default: the recipe's]")
+@click.option("--deterministic", is_flag=True, help="The same bytes in any batch; backend torch.  [default: the recipe's]")
 def command(
     recipe: str | None,
     checkpoint: Path,
@@ -35,6 +36,7 @@ def command(
     precision: str | None,
     calibration: Path | None,
     max_seq_len: int | None,
+    deterministic: bool,
     as_json: bool,
 ) -> None:
     """Build an engine from a checkpoint.
@@ -59,6 +61,7 @@ def command(
             taps=taps,
             precision=precision,
             max_seq_len=max_seq_len,
+            is_deterministic=deterministic or None,
             calibration=calibration,
             progress=progress,
         )

@@ -58,7 +58,8 @@ class Recipe:
     """Products that stay in bfloat16 in an fp8 engine, as ``11.down``: the layer from 0, then qkv, o, gate_up
     or down. None: what calibration measures by ``fp8_harm``. Given, nothing is measured."""
     is_deterministic: bool = False
-    """Backend torch: the same sequence gives the same bytes in any batch. FP8 engines do so anyway; bfloat16 pays 4 %."""
+    """Backend torch alone: the same sequence gives the same bytes in any batch. FP8 on an H200 does so anyway. Full batches pay next
+    to nothing there (README's card table, the rows ``deterministic``); small ones are computed in more rows."""
 
     def __post_init__(self) -> None:
         toml_file.check_ranges(self)

@@ -41,9 +41,9 @@ def settings_from_recipe(recipe: Recipe, cards: Sequence[Card], architecture: Ar
     """Make every choice that the recipe leaves open; one engine serves all ``cards``, in whatever order they are named.
 
     What cards choose is the smallest of theirs, and the first card's first precision that all of them have. Raises
-    RecipeError for a recipe of another model, cards that no one engine serves, a precision that a card lacks or limits
-    that contradict each other, TapError for a tap that the model lacks, UnsupportedCheckpoint for a length the model
-    cannot be run at exactly.
+    RecipeError for a recipe of another model, cards that no one engine serves, a precision that a card lacks, the same
+    bytes in any batch where the backend cannot promise them, or limits that contradict each other, TapError for a tap
+    that the model lacks, UnsupportedCheckpoint for a length the model cannot be run at exactly.
     """
     recipe.check_model(architecture)
     for field in ("backend", "platform"):
@@ -51,6 +51,8 @@ def settings_from_recipe(recipe: Recipe, cards: Sequence[Card], architecture: Ar
     precision = recipe.precision or _first_shared_precision(cards)
     for card in cards:
         card.check_precision(precision)
+    if recipe.is_deterministic:
+        _check_deterministic(cards)
     capabilities = {card.compute_capability for card in cards if card.compute_capability}
     return BuildSettings(
         taps=parse_taps(recipe.taps, architecture.num_layers),
@@ -73,6 +75,17 @@ def _check_same(cards: Sequence[Card], field: str) -> None:
             expected=f"one or more cards, all of one {field}",
             found=", ".join(f"{card.name} {getattr(card, field)}" for card in cards) or "no card",
             fix="build once for each, into folders of their own",
+        )
+
+
+def _check_deterministic(cards: Sequence[Card]) -> None:
+    """Raise RecipeError for cards of another backend than torch."""
+    if cards[0].backend != "torch":
+        raise RecipeError(
+            f"backend {cards[0].backend} cannot promise the same bytes in any batch",
+            expected="a card of backend torch",
+            found=", ".join(f"{card.name} {card.backend}" for card in cards),
+            fix="leave out --deterministic (is_deterministic in a recipe), or build for such a card, as --card h200",
         )
 
 

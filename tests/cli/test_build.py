@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tensorrt_llm_ext.backends.torch.weight_index import read_weight_index
 from tensorrt_llm_ext.recipes import read_contract, toml_file
 
 
@@ -30,6 +31,21 @@ def test_options_go_before_the_recipe(command, checkpoint_path, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "key", "expected"),
+    [(["--deterministic"], "", True), (["--deterministic"], "false", True), ([], "true", True), ([], "", False)],
+    ids=["option", "option before recipe", "recipe", "neither"],
+)
+def test_the_same_bytes_in_any_batch_are_asked_for_by_option_or_recipe(command, checkpoint_path, tmp_path, options, key, expected):
+    (tmp_path / "mine.toml").write_text('taps = "final@last"\n' + (f"is_deterministic = {key}\n" if key else ""))
+    card = tmp_path / "torch.toml"
+    card.write_text((toml_file.DATA / "cards" / "cpu.toml").read_text().replace('"ort"', '"torch"'))
+    words = ["build", tmp_path / "mine.toml", "--checkpoint", checkpoint_path, "--out", tmp_path / "engine", "--card", card]
+    result = command(*words, *options)
+    assert result.exit_code == 0, result.output
+    assert read_weight_index(tmp_path / "engine").is_deterministic is expected
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--taps", "layer:8@last"], "before and after the final norm differ"),
@@ -37,6 +53,7 @@ def test_options_go_before_the_recipe(command, checkpoint_path, tmp_path):
         (["--card", "l40s", "--card", "cpu"], "l40s trt, cpu ort"),
         (["--card", "l40s", "--card", "a100", "--precision", "fp8"], "the card 'a100' (NVIDIA A100) cannot build fp8"),
         (["--precision", "bfloat16"], "cannot build bfloat16 engines"),
+        (["--deterministic"], "backend ort cannot promise the same bytes in any batch"),
         (["--max-seq-len", "100000"], "longer than the model can be run at exactly"),
         (["smollm2-135m"], "is for another model"),
         (["smollm2-135"], "there is no recipe named 'smollm2-135'"),

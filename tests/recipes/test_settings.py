@@ -114,6 +114,20 @@ def test_what_fp8_may_harm_decides_where_no_products_are_given():
     assert settings(Recipe(precision="fp8", fp8_kept=()), H200).fp8_harm is None
 
 
+def test_the_same_bytes_in_any_batch_are_another_engine_of_backend_torch():
+    recipe = Recipe(is_deterministic=True)
+    assert settings(recipe, H200).is_deterministic and not settings(Recipe(), H200).is_deterministic
+    assert settings(recipe, H200).fingerprint() != settings(Recipe(), H200).fingerprint()
+
+
+@pytest.mark.parametrize("cards, found", [(("cpu",), "cpu ort"), (("rtx5090", "l40s"), "rtx5090 trt, l40s trt")])
+def test_a_backend_that_cannot_promise_the_same_bytes_in_any_batch_is_refused(cards, found):
+    with pytest.raises(RecipeError, match="cannot promise the same bytes in any batch") as error:
+        settings(Recipe(is_deterministic=True), *map(load_card, cards))
+    assert error.value.expected == "a card of backend torch" and error.value.found == found
+    assert "--deterministic" in error.value.fix and "is_deterministic" in error.value.fix
+
+
 @pytest.mark.parametrize("name", ["4.down", "0.q_proj", "down", ""])
 def test_a_product_that_the_model_does_not_have_cannot_be_kept(name):
     with pytest.raises(RecipeError, match="does not have") as error:
