@@ -31,7 +31,7 @@ class Engine(Protocol):
         """Run once with the bound shapes and addresses, ordered on ``stream`` (0: in the calling thread, to the end).
 
         Shapes and addresses hold for one enqueue: a tensor that was not bound again since the last one is a
-        BackendError, never a stale address. Raises BackendError with the library's words.
+        BackendError, never a stale address. Raises BackendError or OutOfMemory with the library's words.
         """
         ...
 

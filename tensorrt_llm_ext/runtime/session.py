@@ -47,8 +47,8 @@ class Ticket:
 
         Records of taps ``last`` and ``mean`` are pieces of one copy of the batch, which lives as long as one of them.
         ``timeout_s`` is the session's deadline unless given. Raises DeadlineExceeded (the batch goes on: wait again, or
-        drop the ticket), the BackendError that failed this batch, SessionClosed when the session was closed or an
-        earlier batch failed, PlanError when the ticket was waited for before.
+        drop the ticket), the BackendError or OutOfMemory that failed this batch, SessionClosed when the session was
+        closed or an earlier batch failed, PlanError when the ticket was waited for before.
         """
         session = self._session
         with session._pipeline.wait(self._flight, timeout_s) as batch:

@@ -63,8 +63,8 @@ class TorchBackend:
                 space = make_workspace(contract.architecture, contract.limits, dtype, device, index.is_deterministic)
                 engine = TorchEngine(contract, decoder, space, device)
                 engine.warm_up()
-        except RuntimeError as error:  # torch's own; or of a graph or a kernel that the driver has no memory for
-            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+        except RuntimeError as error:
+            if not _is_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # what was loaded is freed before the cache is
             decoder = space = engine = None  # noqa: F841
@@ -255,9 +255,11 @@ def _incompatible(path: Path, wanted: tuple[str, ...], found: str, fix: str) -> 
 
 
 def _device_error(error: Exception, stream: int, device: torch.device) -> Exception | None:
-    """What the device itself failed with: then every later call fails. None for an error of one call."""
-    if isinstance(error, torch.AcceleratorError) or device.type == "cpu":
-        return error if isinstance(error, torch.AcceleratorError) else None
+    """What the device itself failed with: then every later call fails. None for an error of one call, as one of memory is."""
+    if isinstance(error, torch.AcceleratorError) and not _is_of_memory(error):
+        return error
+    if device.type == "cpu":
+        return None
     try:
         torch.cuda.ExternalStream(stream, device).query()
     except torch.AcceleratorError as lost:
@@ -265,13 +267,25 @@ def _device_error(error: Exception, stream: int, device: torch.device) -> Except
     return None
 
 
-def _failed(error: Exception, lost: Exception | None) -> BackendError:
+def _is_of_memory(error: Exception) -> bool:
+    """Say whether torch ran out of memory, or the driver, which loads kernels and keeps graphs."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and "out of memory" in str(error)
+
+
+def _failed(error: Exception, lost: Exception | None) -> BackendError | OutOfMemory:
     if lost is not None:
         return BackendError(
             "the device failed",
             expected="a batch that comes back",
             found=str(lost).partition("\n")[0],
             fix="see dmesg and nvidia-smi; start a new process, open a new session and resume the run",
+        )
+    if _is_of_memory(error):
+        return OutOfMemory(
+            "the device ran out of memory during a batch",
+            expected="memory for what a batch takes besides weights and buffers: CUDA graphs, which are captured when first wanted",
+            found=str(error).partition("\n")[0],
+            fix="free device memory that others hold, or build with a lower max_num_tokens; resume the run",
         )
     return BackendError(
         "torch failed to run a batch",

@@ -266,8 +266,8 @@ def test_too_little_memory_is_told_with_the_numbers_before_anything_is_loaded(co
     "raised",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        torch.AcceleratorError("CUDA error: out of memory"),  # of a graph
-        RuntimeError("Triton Error [CUDA]: out of memory"),  # of a kernel
+        torch.AcceleratorError("CUDA error: out of memory"),  # of a kernel of torch's
+        RuntimeError("Triton Error [CUDA]: out of memory"),  # of one of ours
     ],
 )
 def test_memory_that_runs_out_while_loading_is_the_same_error(copy, monkeypatch, raised):

@@ -1,4 +1,4 @@
-"""Faults in the middle of a run on backend torch: a device that fails, and rows that are NaN."""
+"""Faults in the middle of a run on backend torch: a device that fails or is full, and rows that are NaN."""
 
 import json
 import sys
@@ -19,12 +19,13 @@ from tensorrt_llm_ext.backends import open_engine  # noqa: E402
 from tensorrt_llm_ext.backends.torch import engine as engine_module  # noqa: E402
 from tensorrt_llm_ext.backends.torch import plain  # noqa: E402
 from tensorrt_llm_ext.cli import main  # noqa: E402
-from tensorrt_llm_ext.errors import BackendError  # noqa: E402
+from tensorrt_llm_ext.errors import BackendError, OutOfMemory  # noqa: E402
 from tensorrt_llm_ext.job.run import _Run  # noqa: E402
 from tensorrt_llm_ext.recipes import read_contract  # noqa: E402
 
 NUM_ROWS = 60
 LOST = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+FULL = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def small_windows(monkeypatch):
 
 
 @contextmanager
-def device_failing_in_window(number):
+def device_failing_in_window(number, message):
     """From the first batch of this window on every pass fails, as on a lost context; canaries too."""
     embed, submit = plain.embed, _Run._submit
     begun = []
@@ -65,7 +66,7 @@ def device_failing_in_window(number):
 
     def embed_or_fail(*arguments):
         if len(begun) > number:
-            raise torch.AcceleratorError(LOST)
+            raise torch.AcceleratorError(message)
         embed(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -74,18 +75,29 @@ def device_failing_in_window(number):
         yield
 
 
-@pytest.mark.parametrize("window", [0, 2])
-def test_a_device_that_fails_ends_the_run_in_words_and_resume_ends_with_the_same_bytes(engine, prompts, small_windows, tmp_path, window):
+@pytest.mark.parametrize(
+    ("window", "message", "told"),
+    [
+        (0, LOST, ("the device failed", "nvidia-smi", "resume the run")),
+        (2, LOST, ("the device failed", "nvidia-smi", "resume the run")),
+        (2, FULL, ("the device ran out of memory during a batch", "lower max_num_tokens", "resume the run")),
+    ],
+    ids=["lost at once", "lost", "full"],
+)
+def test_a_device_that_fails_ends_the_run_in_words_and_resume_ends_with_the_same_bytes(
+    engine, prompts, small_windows, tmp_path, window, message, told
+):
+    found = message.partition("\n")[0]
     assert command(engine, prompts, tmp_path / "undisturbed").exit_code == 0
-    with device_failing_in_window(window):
+    with device_failing_in_window(window, message):
         failed = command(engine, prompts, tmp_path / "out")
     assert failed.exit_code == 1
-    for words in ("the device failed", "device-side assert triggered", "nvidia-smi", "resume the run"):
+    for words in (found, *told):
         assert words in failed.stderr, failed.stderr
     expected, (stored, _, lost) = contents_of(tmp_path / "undisturbed"), contents_of(tmp_path / "out")
     assert stored == expected[0][: len(stored)] and len(stored) % 16 == 0
     assert len(stored) == 0 if window == 0 else 16 <= len(stored) <= 16 * window  # the window before may still have been in flight
-    assert lost and all("device-side assert triggered" in line["reason"] for line in lost)
+    assert lost and all(found in line["reason"] for line in lost)
     assert f"{len(stored)} + 0 + 0 + {len(lost)} = {len(stored) + len(lost)}\n" in failed.stdout
     resumed = command(engine, prompts, tmp_path / "out", "--resume")
     assert resumed.exit_code == 0 and contents_of(tmp_path / "out") == expected
@@ -111,9 +123,9 @@ def test_a_row_that_is_nan_fails_by_name_and_every_other_row_keeps_its_bytes(eng
     assert table_of(tmp_path / "out").to_pylist() == clean
 
 
-def test_an_error_after_which_the_device_answers_no_more_is_the_device_s(monkeypatch):
-    """Triton and cuBLASLt say it in errors of their own; the stream tells."""
-    error, device = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), torch.device("cuda")
+@pytest.fixture
+def streams(monkeypatch):
+    """Stands in for torch's streams: of the device that stream 1 is on nothing works any more."""
 
     class Stream:
         def __init__(self, stream, device):
@@ -125,9 +137,32 @@ def test_an_error_after_which_the_device_answers_no_more_is_the_device_s(monkeyp
             return False
 
     monkeypatch.setattr(engine_module.torch.cuda, "ExternalStream", Stream)
+
+
+def test_an_error_after_which_the_device_answers_no_more_is_the_device_s(streams):
+    """Triton and cuBLASLt say it in errors of their own; the stream tells."""
+    error, device = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), torch.device("cuda")
     assert isinstance(engine_module._device_error(error, 1, device), torch.AcceleratorError)
     assert engine_module._device_error(error, 2, device) is None
     assert engine_module._device_error(error, 1, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError(FULL),  # of a graph
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_device_that_is_full_has_not_failed(streams, error):
+    device = torch.device("cuda")
+    told = engine_module._failed(error, engine_module._device_error(error, 2, device))
+    assert isinstance(told, OutOfMemory) and told.found == str(error).partition("\n")[0]
+    assert "CUDA graphs" in told.expected and "free device memory" in told.fix
+    lost = engine_module._failed(error, engine_module._device_error(error, 1, device))
+    assert isinstance(lost, BackendError) and "the device failed" in lost.what
 
 
 def test_an_engine_whose_device_failed_closes(engine, monkeypatch):
