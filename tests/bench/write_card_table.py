@@ -42,7 +42,8 @@ def speeds(reports: list[dict]) -> str:
         f"Random weights, so for speed only; {batch['num_tokens']:,} packed tokens a batch, {batch['length']} a sequence unless said "
         f"otherwise (mixed: log-normal, mean 128, 1 to {batch['long']:,}); medians of interleaved rounds. "
         "The products alone are all of them, over every row; a pass looks up the first layer's queries, keys and values, and computes the "
-        "highest layer for last rows. The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others."
+        "highest layer for last rows. The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others. "
+        "Ours in fp8 has every product in FP8; the rows of cosines say how many they keep in bfloat16."
     )
     return "\n".join([head, "", *lines, "", *notes])
 
@@ -84,14 +85,14 @@ def _line(row: dict, part: dict) -> str:
 
 
 def _share(row: dict, part: dict) -> str:
-    """Of the speed of the products of the same model and precision, timed in the same rounds."""
-    limit = " ".join([*row["name"].split()[:2], PRODUCTS])
-    of_tokens = part["ratios"].get(f"{row['name']} / {limit}")
-    if of_tokens is not None:
-        return f"{of_tokens:.3f}"
-    flops = {other["name"]: other.get("tflops") for other in part["rows"]}
-    has_share = row["name"] != limit and flops.get(limit) and row.get("tflops")
-    return f"{row['tflops'] / flops[limit]:.3f}" if has_share else ""
+    """Of the speed of the products of the same model and precision, timed in the same rounds: see the head."""
+    model, precision, *kind = row["name"].split()
+    products = {other["name"]: other for other in part["rows"]}.get(f"{model} {precision} {PRODUCTS}")
+    if products is None or products is row:
+        return ""
+    is_other_length = kind and (kind[0] == "mixed" or kind[0].isdigit())
+    speed = "tflops" if is_other_length else "tokens_per_s"
+    return f"{row[speed] / products[speed]:.3f}"
 
 
 def _beside(name: str, ratios: dict[str, float]) -> str:
