@@ -129,3 +129,13 @@ def test_the_demo_s_block_begins_with_its_summary():
     assert write_demo.summary("Built\nstored          2\nread            2\n\nNearest\n") == "```\nstored          2\nread            2\n\nNearest\n```"
     with pytest.raises(ValueError):
         write_demo.summary("Error: no engine\n")
+
+
+def test_the_table_of_starts_takes_each_apart():
+    spent = {"all": 61.23, "interpreter and imports": 9.0, "weights": 7.26, "the rest of opening": 44.97}
+    starts = {"first": spent, "second": dict.fromkeys(spent, 1.0)}
+    report = {"machine": card_report()["machine"], "precision": "fp8", "starts": starts}
+    lines = write_card_table.tables([report]).splitlines()
+    assert "| llama-2-7b fp8, first start: nothing compiled is kept | 61.2 | 9.0 | 7.3 | 45.0 |" in lines
+    assert "| llama-2-7b fp8, second start: what the first start compiled is kept | 1.0 | 1.0 | 1.0 | 1.0 |" in lines
+    assert lines[-1].startswith("a card, driver 1") and lines[-1].endswith("commit abc.")

@@ -2,6 +2,7 @@
 
     python tests/bench/torch_h200.py --json torch.json             # on the card, like the others
     python tests/bench/card_runs.py FOLDER --json runs.json
+    python tests/bench/start_time.py FOLDER --json start.json
     python tests/bench/file_to_dataset.py ENGINE FOLDER --json dataset.json
     python tests/bench/torch_fidelity.py CHECKPOINT --recipe smollm2-135m --json fidelity.json
     python tests/bench/write_card_table.py torch.json runs.json dataset.json fidelity.json [--commit OF_THAT_TREE]
@@ -22,7 +23,7 @@ _VERSIONS = {
 
 def tables(reports: list[dict]) -> str:
     """The reports as Markdown, each kind in a table of its own."""
-    kinds = {"sittings": speeds, "median": datasets, "cosines": fidelity}
+    kinds = {"sittings": speeds, "starts": starts, "median": datasets, "cosines": fidelity}
     return "\n\n".join(write([r for r in reports if key in r]) for key, write in kinds.items() if any(key in r for r in reports))
 
 
@@ -46,6 +47,18 @@ def speeds(reports: list[dict]) -> str:
         "Ours in fp8 has every product in FP8; the rows of cosines say how many they keep in bfloat16."
     )
     return "\n".join([head, "", *lines, "", *notes])
+
+
+def starts(reports: list[dict]) -> str:
+    """Reports of start_time.py."""
+    lines = ["| from nothing to an open engine, 7B in the page cache | seconds | interpreter, imports | weights | the rest of opening |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    for report in reports:
+        for start, spent in report["starts"].items():
+            what = "nothing compiled is kept" if start == "first" else "what the first start compiled is kept"
+            parts = " | ".join(f"{spent[part]:.1f}" for part in ("all", "interpreter and imports", "weights", "the rest of opening"))
+            lines.append(f"| llama-2-7b {report['precision']}, {start} start: {what} | {parts} |")
+    return "\n".join([*lines, "", *dict.fromkeys(map(_measured_on, reports))])
 
 
 def datasets(reports: list[dict]) -> str:
