@@ -16,6 +16,8 @@ from torch_models import DEVICE
 
 ROUNDS, RUNS = 3, 5
 SLOW_MS = 500.0  # from here on a call is long enough that two of them a round say as much
+SHORT_MS, AT_ONCE = 1.0, 16  # below: as many calls between two events
+WAIT_CYCLES = 10_000_000  # of the card, 5 ms or more: its host has queued that many calls by then
 
 
 @dataclass
@@ -41,8 +43,8 @@ class Contender:
         return self.num_tokens / self.milliseconds * 1e3
 
     def row(self) -> dict:
-        row = {"name": self.name, "ms": round(self.milliseconds, 2), "tokens_per_s": round(self.tokens_per_s)}
-        row["rounds_ms"] = [round(milliseconds, 2) for milliseconds in self.times]
+        row = {"name": self.name, "ms": _rounded(self.milliseconds), "tokens_per_s": round(self.tokens_per_s)}
+        row["rounds_ms"] = [_rounded(milliseconds) for milliseconds in self.times]
         return row if self.flops is None else {**row, "tflops": round(self.flops / self.milliseconds / 1e9, 1)}
 
 
@@ -73,6 +75,22 @@ def on_device(call: Callable[[], object]) -> Callable[[], float]:
     return measure
 
 
+def on_busy_device(call: Callable[[], object]) -> Callable[[], float]:
+    """Time ``call`` by the card's own events, queued behind other work as in a pass: what its launch takes on the host is not
+    counted, unless ``call`` waits for the card."""
+
+    def queued(num_calls: int) -> float:
+        if DEVICE.type == "cuda":
+            torch.cuda._sleep(WAIT_CYCLES)
+        return _elapsed(lambda: [call() for _ in range(num_calls)], 1)[0] / num_calls
+
+    def measure() -> float:
+        num_calls = AT_ONCE if queued(1) < SHORT_MS else 1
+        return statistics.median(queued(num_calls) for _ in range(RUNS))
+
+    return measure
+
+
 def on_host(call: Callable[[], object], num_calls: int = 1) -> Callable[[], float]:
     """Time ``call``, which ends when its results are on the host and makes ``num_calls`` calls of its kind."""
 
@@ -94,6 +112,11 @@ def _elapsed(call: Callable[[], object], num_calls: int) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
+
+
+def _rounded(milliseconds: float) -> float:
+    """Five digits, of a call of microseconds too."""
+    return float(f"{milliseconds:.5g}")
 
 
 def sm_clock() -> int | None:

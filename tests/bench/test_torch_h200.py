@@ -1,7 +1,9 @@
 """The card's benchmark on tiny shapes on the CPU: every part has its rows and ratios; a peer's process keeps the protocol."""
 
+import ast
 import dataclasses
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ sys.path.append(str(Path(__file__).parent))
 
 import card_trace  # noqa: E402
 import contenders  # noqa: E402
+import operation_contenders  # noqa: E402
 import torch_h200  # noqa: E402
 import vllm_peer  # noqa: E402
 from our_contenders import Sizes, _flops, _product_sizes, random_engines, swiglu_apart  # noqa: E402
 from random_checkpoint import write_checkpoint  # noqa: E402
 from torch_models import LLAMA_2_7B, QWEN3_8B  # noqa: E402
 
-from tensorrt_llm_ext.backends.torch import gated  # noqa: E402
+from tensorrt_llm_ext.backends.torch import gated, plain  # noqa: E402
 
 SIZES = Sizes(num_tokens=256, length=128, long=200, longest=512, num_batches=2)
 TINY = {
@@ -119,7 +122,7 @@ def report(stand_in, monkeypatch):
     def measure(parts, kind="right"):
         if kind is not None:
             stand_in(kind)
-        monkeypatch.setattr(torch_h200.torch, "compile", lambda model: model)
+        monkeypatch.setattr(torch_h200.torch, "compile", lambda model, **options: model)
         monkeypatch.setattr(contenders, "RUNS", 1)
         *_, last = torch_h200.measured(parts, {"card": "none"}, SIZES, TINY)
         return last
@@ -129,16 +132,17 @@ def report(stand_in, monkeypatch):
 
 def test_every_part_has_its_rows_and_ratios_in_every_round(report, capsys):
     found = report([*torch_h200.PARTS])
-    assert [part["name"] for part in found["sittings"]] == [*torch_h200.PARTS] and found["notes"] == []
+    assert [part["name"] for part in found["sittings"]] == [*torch_h200.PARTS]
+    assert all("attention" in note and "is left out" in note for note in found["notes"])
     rows = [{row["name"] for row in part["rows"]} for part in found["sittings"]]
     ours = {f"llama-2-7b {p}{kind}" for p in ("fp8", "bfloat16") for kind in ("", " mixed", " 200", " 512", " products alone", " deterministic")}
-    assert rows[0] == ours and rows[3] == {name.replace("llama-2-7b", "qwen3-8b") for name in ours if "deterministic" not in name}
+    assert rows[0] == ours and rows[4] == {name.replace("llama-2-7b", "qwen3-8b") for name in ours if "deterministic" not in name}
     limit = {f"llama-2-7b {p} {kind}" for p in ("fp8", "bfloat16") for kind in ("ids to host vectors", "products alone")}
     transformers = {f"llama-2-7b transformers {kind} bf16" for kind in ("eager", "compiled")}
-    assert rows[1] == limit | transformers | {"llama-2-7b vllm bf16 256", "llama-2-7b vllm fp8 256"}
-    assert rows[2] == {name for name in limit if " fp8 " in name} | {"llama-2-7b vllm fp8 512"}
+    assert rows[2] == limit | transformers | {"llama-2-7b vllm bf16 256", "llama-2-7b vllm fp8 256"}
+    assert rows[3] == {name for name in limit if " fp8 " in name} | {"llama-2-7b vllm fp8 512"}
     assert all(len(row["rounds_ms"]) == contenders.ROUNDS and row["tokens_per_s"] > 0 for part in found["sittings"] for row in part["rows"])
-    ratios = found["sittings"][1]["ratios"]
+    ratios = found["sittings"][2]["ratios"]
     assert len(ratios) == 10 and "llama-2-7b fp8 ids to host vectors / llama-2-7b vllm fp8 256" in ratios
     assert "llama-2-7b fp8 mixed / llama-2-7b fp8" in found["sittings"][0]["ratios"]
     torch_h200.print_report(found)
@@ -150,6 +154,60 @@ def test_an_interpreter_that_is_not_there_is_told_before_anything_is_timed(monke
     with pytest.raises(SystemExit, match="2"):
         torch_h200.main()
     assert "expected an interpreter, found no program '/nowhere/python'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Makes the contenders of operations, by name, and the notes on what was left out."""
+
+    def make(compile=lambda twin, **options: twin):
+        monkeypatch.setattr(torch, "compile", compile)
+        notes = []
+        with torch.inference_mode():
+            made = operation_contenders.operations(random_engines(TINY["llama-2-7b"], SIZES)["fp8"], SIZES, notes)
+        return {contender.name: contender for contender in made}, notes
+
+    return make
+
+
+def test_every_operation_of_the_kernels_has_a_rival_unless_a_library_computes_it(beside):
+    kernels = ast.parse(Path(plain.__file__).with_name("kernels.py").read_text())
+    (names,) = (ast.literal_eval(line.value) for line in kernels.body if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") == "__all__")
+    found, _ = beside()
+    ours = {name.split()[0] for name, contender in found.items() if contender.against}
+    assert ours == {*names} - {"adds_itself", "multiply", "multiply_add", "multiply_swiglu"}
+    assert all(rival.startswith(f"{name} ") and rival in found for name, contender in found.items() for rival in contender.against)
+    assert found["take"].against == ("take compiled",) and found["mean"].against == ("mean eager", "mean segment_reduce")
+    assert found["attention 2 x 128"].flops == 4 * 64 * 2 * (128 * 129 // 2) and found["attention 1 x 512"].num_tokens == 512
+
+
+def test_a_twin_that_does_not_compile_is_timed_as_it_is_and_a_note_says_so(beside):
+    def fails(twin, **options):
+        if twin is plain.swiglu:
+            return lambda *given: (_ for _ in ()).throw(RuntimeError("no compiler\nfor this"))
+        return twin
+
+    found, notes = beside(fails)
+    assert found["swiglu"].against == ("swiglu eager",) and found["quantise"].against == ("quantise compiled",)
+    assert "swiglu compiled is left out: no compiler" in notes
+
+
+def test_a_library_that_is_missing_fails_or_computes_something_else_is_left_out_with_a_note(beside, monkeypatch):
+    def attend(q, k, v, starts, _, length, *more, causal=False):
+        given = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal).transpose(1, 2), "log-sum-exp"
+
+    def fails(*given, is_causal):
+        raise RuntimeError("no card.")
+
+    library = types.SimpleNamespace(right=attend, other=lambda *given: attend(*given), fails=fails)
+    monkeypatch.setitem(sys.modules, "library", library)
+    monkeypatch.setattr(operation_contenders, "LIBRARIES", {"right": "library", "other": "library", "fails": "library", "missing": "library"})
+    found, notes = beside()
+    assert [rival for rival in found["attention 2 x 128"].against if "flash" not in rival and "cudnn" not in rival] == ["attention 2 x 128 right"]
+    said = " ".join(notes)
+    assert "attention by library.missing is left out" in said and "attention 1 x 512 fails is left out: no card " in f"{said} "
+    assert "attention 1 x 200 other is left out: it differs from ours by" in said
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,20 @@ def test_a_run_s_line_has_its_share_of_the_card_s_speed_and_of_the_disk_s():
     ]
 
 
+def test_an_operation_s_line_has_how_it_compares_with_each_rival():
+    report = card_report()
+    rows = [{"name": name, "tokens_per_s": 10, "rounds_ms": [1]} for name in ("take", "take compiled", "attention 2 x 128", "attention 2 x 128 flash")]
+    rows[2]["tflops"] = rows[3]["tflops"] = 500
+    ratios = {"take / take compiled": 1.5, "attention 2 x 128 / attention 2 x 128 flash": 0.9}
+    report["sittings"] = [{"name": "operations", "rows": rows, "ratios": ratios, "clocks_mhz": [1500]}]
+    assert write_card_table.speeds([report]).splitlines()[5:9] == [
+        "| take | 10 |  |  | 1.500 of take compiled |",
+        "| take compiled | 10 |  |  |  |",
+        "| attention 2 x 128 | 10 | 500 |  | 0.900 of attention 2 x 128 flash |",
+        "| attention 2 x 128 flash | 10 | 500 |  |  |",
+    ]
+
+
 def test_datasets_and_fidelity_have_tables_of_their_own():
     machine = {"card": "a card", "driver": "1", "torch": "2", "commit": "abc"}
     median = {"engine tokens/s": 2000.4, "run tokens/s": 1900, "ratio": 0.95, "ratio of a million": 0.96}

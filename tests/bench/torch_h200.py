@@ -1,11 +1,12 @@
 """Speed of backend torch on a CUDA card beside the limit and the peers: one run, one table, one JSON file.
 
-    python tests/bench/torch_h200.py [--json FILE] [--parts limits peers wide-peers qwen] [--trace] [--vllm-python PYTHON]
+    python tests/bench/torch_h200.py [--json FILE] [--parts limits operations peers ...] [--trace] [--vllm-python PYTHON]
 
 Weights are random: for speed only. Each part is a sitting: its contenders are timed in every round, one after another, and
 its ratios are made of the medians; the file is written after each. The limit is the model's products alone, on the rows that
-the engine's own pass left. The peers, transformers and, where it is installed, vLLM, are beside ours with ids in and vectors
-on the host out. vLLM pins other versions of packages that QuACK stands on: it may live in an environment of its own.
+the engine's own pass left. Every hand-written operation is beside what takes its place without it. The peers, transformers and,
+where it is installed, vLLM, are beside ours with ids in and vectors on the host out. vLLM pins other versions of packages that
+QuACK stands on: it may live in an environment of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from card_trace import batches_traced, traced
 from contenders import Contender, on_device, sitting
 from our_contenders import Sizes, deterministic, end_to_end, extraction, pass_over, passes_and_products, random_engines, swiglu_apart
+from operation_contenders import operations
 from random_checkpoint import write_checkpoint
 from torch_models import DEVICE, LLAMA_2_7B, QWEN3_8B
 from transformers_peer import transformers_calls
@@ -36,6 +38,7 @@ from tensorrt_llm_ext.checkpoint.architecture import Architecture
 
 PARTS = {
     "limits": "the Llama shape: every kind of lengths, the products alone, SwiGLU apart, and the cost of determinism",
+    "operations": "each hand-written operation beside its plain twin, compiled if it can be, and attention beside the libraries'",
     "peers": "ours beside transformers, and vLLM at as many tokens a batch",
     "wide-peers": "ours in FP8 beside vLLM's at twice as many tokens a batch",
     "qwen": "the Qwen3-8B shape: lengths and products",
@@ -74,6 +77,9 @@ def measured(
                     contenders += swiglu_apart(engines, llama, a, sizes) + deterministic(engines, llama, a, sizes)
                     report["sittings"].append(sitting("limits", contenders))
                     del contenders
+                    yield report
+                if "operations" in parts:
+                    report["sittings"].append(sitting("operations", operations(engines["fp8"], sizes, report["notes"])))
                     yield report
                 if has_trace:
                     report["trace"] = traced(pass_over(engines["fp8"], sizes.even(sizes.length), a.vocab_size))

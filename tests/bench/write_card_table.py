@@ -99,8 +99,8 @@ def _line(row: dict, part: dict) -> str:
 
 def _share(row: dict, part: dict) -> str:
     """Of the speed of the products of the same model and precision, timed in the same rounds: see the head."""
-    model, precision, *kind = row["name"].split()
-    products = {other["name"]: other for other in part["rows"]}.get(f"{model} {precision} {PRODUCTS}")
+    words = row["name"].split()
+    products, kind = {other["name"]: other for other in part["rows"]}.get(" ".join([*words[:2], PRODUCTS])), words[2:]
     if products is None or products is row:
         return ""
     is_other_length = kind and (kind[0] == "mixed" or kind[0].isdigit())
@@ -111,10 +111,14 @@ def _share(row: dict, part: dict) -> str:
 def _beside(name: str, ratios: dict[str, float]) -> str:
     """How many times faster ours are than a peer; or the shares of other rows of ours, and of the disk."""
     of = {tuple(pair.split(" / ")): ratio for pair, ratio in ratios.items()}
-    if name.split()[1] in PEERS:
+    if _is_peer(name):
         return "ours: " + ", ".join(f"{one.split()[1]} {ratio:.2f} times" for (one, other), ratio in of.items() if other == name)
-    limits = [other for one, other in of if one == name and not other.endswith(PRODUCTS) and other.split()[1] not in PEERS]
+    limits = [other for one, other in of if one == name and not other.endswith(PRODUCTS) and not _is_peer(other)]
     return ", ".join(f"{of[name, other]:.3f} of {other}" for other in limits)
+
+
+def _is_peer(name: str) -> bool:
+    return name.split()[1:2] in [[peer] for peer in PEERS]
 
 
 def _measured_on(report: dict) -> str:
