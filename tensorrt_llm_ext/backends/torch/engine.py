@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +16,7 @@ from tensorrt_llm_ext.backends.torch.decoder import Decoder, forward, run_produc
 from tensorrt_llm_ext.backends.torch.graphs import Graphs
 from tensorrt_llm_ext.backends.torch.loading import load_decoder
 from tensorrt_llm_ext.backends.torch.memory import tensor_at
-from tensorrt_llm_ext.backends.torch.sizes import bucket, buckets, engine_bytes, grids, has_table, is_launch_bound
+from tensorrt_llm_ext.backends.torch.sizes import bucket, engine_bytes, has_table, is_launch_bound, launches, warm_up_batches
 from tensorrt_llm_ext.backends.torch.tensors import STREAM_DTYPES, engine_tensors
 from tensorrt_llm_ext.backends.torch.tuning import choose_algorithms
 from tensorrt_llm_ext.backends.torch.values import Batch
@@ -26,6 +28,9 @@ from tensorrt_llm_ext.recipes.contract import Contract, TensorSpec
 
 FP8_SINCE = (8, 9)  # compute capability: the first cards with e4m3 products
 BFLOAT16_SINCE = (8, 0)
+
+_WARMING_UP = threading.Lock()
+"""Held while an engine warms up: another that synchronised the device meanwhile would end the capture of a graph."""
 
 _REPORT = "this is a defect of the runtime: keep the input and report it"
 
@@ -88,7 +93,7 @@ class TorchEngine:
         self._space: Workspace | None = space
         self._device = device
         self._operations = _operations(device)
-        self._graphs = Graphs(device) if device.type == "cuda" else None
+        self._graphs = Graphs() if device.type == "cuda" else None
         self._is_deterministic = space.step is not None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
@@ -129,27 +134,26 @@ class TorchEngine:
         with torch.inference_mode():
             run_products(self._operations, self._decoder, self._space.of(num_tokens))
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
 
     def warm_up(self) -> None:
-        """Choose the products' algorithms, make the first layer's table, and run every shape of a product once, and every kernel:
-        nothing is compiled or loaded after this."""
+        """Choose the products' algorithms, make the first layer's table, run every shape of a product once, and every kernel, and
+        capture the graphs: nothing is compiled, loaded or captured after this."""
         if self._device.type == "cpu":
             return
-        limits = self._limits
-        sizes = [(min(size, limits.max_num_tokens), 1) for size in buckets(limits.max_num_tokens, self._is_deterministic)]
-        most = min(limits.max_batch_size, limits.max_num_tokens)
-        sizes += [(min(count, most), min(count, most)) for count in grids(most)]
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with _WARMING_UP, torch.cuda.stream(torch.cuda.Stream(self._device)):
+            torch.cuda.synchronize(self._device)
             if not is_launch_bound(self._architecture, len(self._space.x)):
-                choose_algorithms(self._decoder, self._space.of(min(limits.max_num_tokens, cublaslt.REFERENCE_ROWS)))
+                choose_algorithms(self._decoder, self._space.of(min(self._limits.max_num_tokens, cublaslt.REFERENCE_ROWS)))
             if self._decoder.qkv_of_token is None and has_table(tuple(self._taps.values())):
                 self._decoder = with_table(self._operations, self._decoder, self._space)
-            for num_tokens, batch_size in sizes:
-                batch_size = max(batch_size, -(-num_tokens // limits.max_seq_len))
-                forward(self._operations, self._decoder, self._space, self._even_batch(num_tokens, batch_size))
-        torch.cuda.synchronize(self._device)
+            for num_tokens, batch_size in warm_up_batches(self._limits, self._is_deterministic):
+                self._forward(self._even_batch(num_tokens, batch_size))
+            for num_tokens, batch_size, longest in launches(self._limits, self._is_deterministic):
+                if is_launch_bound(self._architecture, bucket(num_tokens, self._is_deterministic)):
+                    batch = replace(self._even_batch(num_tokens, batch_size), longest=longest)
+                    forward(self._operations, self._decoder, self._space, batch, self._graphs.capture)
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         was_open = self._decoder is not None
@@ -159,9 +163,7 @@ class TorchEngine:
                 torch.cuda.empty_cache()
 
     def _forward(self, batch: Batch) -> None:
-        num_rows = bucket(len(batch.input_ids), self._is_deterministic)
-        has_graph = self._graphs is not None and is_launch_bound(self._architecture, num_rows)
-        forward(self._operations, self._decoder, self._space, batch, self._graphs.run if has_graph else None)
+        forward(self._operations, self._decoder, self._space, batch, None if self._graphs is None else self._graphs.run)
 
     def _bound(self) -> Batch:
         inputs = {name for name, tensor in self._tensors.items() if tensor.role == "input"}
@@ -283,7 +285,7 @@ def _failed(error: Exception, lost: Exception | None) -> BackendError | OutOfMem
     if _is_of_memory(error):
         return OutOfMemory(
             "the device ran out of memory during a batch",
-            expected="memory for what a batch takes besides weights and buffers: CUDA graphs, which are captured when first wanted",
+            expected="memory for what a batch takes besides weights and buffers",
             found=str(error).partition("\n")[0],
             fix="free device memory that others hold, or build with a lower max_num_tokens; resume the run",
         )

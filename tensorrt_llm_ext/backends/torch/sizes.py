@@ -15,7 +15,7 @@ TOKEN_STEP, SMALL_TOKENS, SMALL_STEP = 1024, 2048, 256
 """Rows of a product are a multiple of SMALL_STEP up to SMALL_TOKENS, then of TOKEN_STEP: few shapes, each run at warm-up."""
 
 LAST_STEP = 64
-"""The fewest rows of products of last rows alone."""
+"""The fewest sequences that attention is launched for, and rows of products of last rows alone."""
 
 DETERMINISTIC_STEP = 1024
 """Rows of every product of an engine whose results may not depend on the batch by a bit, where a library chooses its kernel,
@@ -30,7 +30,7 @@ TILE = 128
 FORMULA = (
     "weights up to the highest tap, products of fp8 engines in 1 byte, all else in item = 2 (float32: 4) bytes"
     "; on a card vocab x (q + 2 kv) x item, the first layer's for every token"
-    "; (max_num_tokens + max_batch_size) x (item x (3 hidden + 2 q + intermediate + max(q + 2 kv, 2 intermediate, 2 hidden)) + 4)"
+    "; (max_num_tokens + max_batch_size to a power of two) x (item x (3 hidden + 2 q + intermediate + max(q + 2 kv, 2 intermediate, 2 hidden)) + 4)"
 )
 
 
@@ -67,6 +67,32 @@ def is_launch_bound(a: Architecture, num_rows: int) -> bool:
     q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     num_weights = a.hidden_size * (2 * q_size + 2 * kv_size + 3 * a.intermediate_size)
     return 2 * num_rows * num_weights < _LAUNCH_BOUND
+
+
+def warm_up_batches(limits: Limits, is_deterministic: bool = False) -> list[tuple[int, int]]:
+    """Batches of sequences of even length, tokens and sequences of each, that run whatever a batch within ``limits`` may need: every
+    number of computed rows, every number of last rows, and the longest sequence."""
+    fullest = min(limits.max_num_tokens, limits.max_batch_size * limits.max_seq_len)
+    sizes = [min(size, fullest) for size in buckets(fullest, is_deterministic)]
+    most = min(limits.max_batch_size, limits.max_num_tokens)
+    found = [(size, -(-size // limits.max_seq_len)) for size in sizes]
+    found += [(min(count, most), min(count, most)) for count in grids(most)]
+    return [*found, (min(limits.max_seq_len, limits.max_num_tokens), 1)]
+
+
+def launches(limits: Limits, is_deterministic: bool = False) -> list[tuple[int, int, int]]:
+    """One batch for every set of launches that a batch within ``limits`` may need: tokens, sequences, tokens of the longest."""
+    found, fewest = [], 1  # tokens of a batch that is computed in so many rows
+    for num_rows in buckets(limits.max_num_tokens, is_deterministic):
+        most = min(num_rows, limits.max_num_tokens)
+        for count in grids(limits.max_batch_size):
+            batch_size = min(count, limits.max_batch_size, most)
+            for longest in sorted({min(TILE, limits.max_seq_len), limits.max_seq_len}):
+                num_tokens = min(most, batch_size * longest)
+                if num_tokens >= fewest and grid_sequences(batch_size) == count:
+                    found.append((num_tokens, batch_size, longest))
+        fewest = num_rows + 1
+    return found
 
 
 def num_tiles(num_rows: int, num_sequences: int) -> int:

@@ -127,7 +127,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch's inputs where a pass reads them: as many values as it computes rows, wherever the batch came from.
+    """A batch's inputs as the operations read them; the kernels' lie in memory that does not move.
 
     ``tiles`` (first row of the sequence, position of the tile's first query, length of the sequence; length 0: no tile) divides
     the queries of all sequences among a kernel's programs. The plain operations need none.
@@ -136,6 +136,6 @@ class Layout:
     token_ids: torch.Tensor  # int32 [M]; -1 past the last token
     lengths: torch.Tensor  # int32 [B], or longer, and the rest sequences of length 0
     starts: torch.Tensor  # int32, as long
-    last: torch.Tensor | None  # int32, as long, 1-based; past the last sequence row 1, which is one. None: no `last` tap
+    last: torch.Tensor | None  # int32, as long, 1-based; past the last sequence 1, a row of every batch. None: no `last` tap
     num_tokens: int
     tiles: torch.Tensor | None = None  # int32 [num_tiles, 3]

@@ -160,7 +160,7 @@ def test_a_device_that_is_full_has_not_failed(streams, error):
     device = torch.device("cuda")
     told = engine_module._failed(error, engine_module._device_error(error, 2, device))
     assert isinstance(told, OutOfMemory) and told.found == str(error).partition("\n")[0]
-    assert "CUDA graphs" in told.expected and "free device memory" in told.fix
+    assert "weights and buffers" in told.expected and "free device memory" in told.fix
     lost = engine_module._failed(error, engine_module._device_error(error, 1, device))
     assert isinstance(lost, BackendError) and "the device failed" in lost.what
 

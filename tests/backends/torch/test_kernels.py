@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tensorrt_llm_ext.backends.torch import plain
+from tensorrt_llm_ext.backends.torch.sizes import TILE, num_tiles
 from tensorrt_llm_ext.backends.torch.values import FP8, Batch, HeadNorms, Heads, Linear, Norm, Rope, Rows
 
 triton = pytest.importorskip("triton", reason="Triton comes with torch for CUDA")
@@ -79,7 +80,7 @@ def laid_out(module, lengths, num_rows, last=None):
     return module.layout(batch, num_rows, places)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (2000, 1, 1300), [1] * 70], ids=str)
+@pytest.mark.parametrize("lengths", [LENGTHS, (2000, 1, 1300), [1] * 130], ids=["mixed", "long", "many"])
 @pytest.mark.parametrize("num_spare", [0, 11, 1500])
 def test_a_batch_is_laid_out(lengths, num_spare):
     count, num_tokens = len(lengths), sum(lengths)
@@ -91,9 +92,13 @@ def test_a_batch_is_laid_out(lengths, num_spare):
         assert torch.equal(found.token_ids, expected.token_ids) and found.num_tokens == num_tokens
         assert torch.equal(found.starts[:count], expected.starts) and torch.equal(found.lengths[:count], expected.lengths)
         assert not found.lengths[count:].any()
+        long = [(start, own) for start, own in zip(expected.starts.tolist(), lengths, strict=True) if own > TILE]
+        tiles = [(start, begin, own) for start, own in long for begin in range(0, own, TILE)]
+        assert sorted(tile for tile in map(tuple, found.tiles.tolist()) if tile[2]) == sorted(tiles)
+        assert len(found.tiles) == (num_tiles(num_tokens + num_spare, len(found.lengths)) if max(lengths) > TILE else 0)
         if found.last is not None:
             assert torch.equal(found.last[:count], last) and set(found.last[count:].tolist()) <= {1}
-            assert len(found.last) == len(found.lengths) == (128 if count > 64 else 64)
+            assert len(found.last) == len(found.lengths) == (256 if count > 64 else 64)
     assert found.last is None
 
 
