@@ -26,7 +26,11 @@ from tensorrt_llm_ext.backends.torch.engine import TorchEngine
 from tensorrt_llm_ext.backends.torch.values import Heads, Rope, Rows
 
 COMPILED = ("embed", "add_norm", "swiglu", "quantise", "take", "layout")
-LIBRARIES = {"varlen_attn": "torch.nn.attention.varlen", "flash_attn_varlen_func": "flash_attn_interface"}
+LIBRARIES = {
+    "varlen_attn": "torch.nn.attention.varlen.varlen_attn",
+    "FlashAttention-3": "flash_attn_interface.flash_attn_varlen_func",  # as its own build has it
+    "fa3-fwd": "fa3_fwd_interface.flash_attn_varlen_func",  # its forward pass alone, a package of the index
+}
 CAUSAL = {"causal": True, "is_causal": True, "window_size": (-1, 0)}  # how a library is told: by the first that it takes
 MAX_DIFFERENCE = 0.02  # from ours, of the norm: bfloat16 rounds by 0.004, and another mask changes most of it
 
@@ -133,12 +137,13 @@ def _rotated(x: torch.Tensor, length: int, rope: Rope) -> torch.Tensor:
 
 def _attentions(notes: list[str]) -> dict[str, Attention]:
     found = {"cudnn": partial(_padded, SDPBackend.CUDNN_ATTENTION), "flash": partial(_padded, SDPBackend.FLASH_ATTENTION)}
-    for name, module in LIBRARIES.items():
+    for name, path in LIBRARIES.items():
+        module, _, function = path.rpartition(".")
         try:
-            function = getattr(importlib.import_module(module), name)
+            function = getattr(importlib.import_module(module), function)
             takes = inspect.signature(function).parameters
         except Exception as error:  # whatever a library raises that was built for another torch
-            notes.append(_left_out(f"attention by {module}.{name}", error))
+            notes.append(_left_out(f"attention by {path}", error))
             continue
         causal = next(({word: value} for word, value in CAUSAL.items() if word in takes), {})
         found[name] = partial(_packed, function, causal)

@@ -202,7 +202,7 @@ def test_a_library_that_is_missing_fails_or_computes_something_else_is_left_out_
 
     library = types.SimpleNamespace(right=attend, other=lambda *given: attend(*given), fails=fails)
     monkeypatch.setitem(sys.modules, "library", library)
-    monkeypatch.setattr(operation_contenders, "LIBRARIES", {"right": "library", "other": "library", "fails": "library", "missing": "library"})
+    monkeypatch.setattr(operation_contenders, "LIBRARIES", {name: f"library.{name}" for name in ("right", "other", "fails", "missing")})
     found, notes = beside()
     assert [rival for rival in found["attention 2 x 128"].against if "flash" not in rival and "cudnn" not in rival] == ["attention 2 x 128 right"]
     said = " ".join(notes)
