@@ -14,6 +14,7 @@ import json
 from write_table import README, replaced
 
 PRODUCTS = "products alone"
+OPERATIONS = "operations"
 PEERS = ("transformers", "vllm")
 _VERSIONS = {
     "driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "Triton", "quack": "QuACK", "transformers": "transformers",
@@ -33,6 +34,8 @@ def speeds(reports: list[dict]) -> str:
     notes = []
     for report in reports:
         for part in report["sittings"]:
+            if part["name"] == OPERATIONS:
+                continue
             num_rounds = len(part["rows"][0]["rounds_ms"])
             title = f"**{part['name']}**, {num_rounds} round{'s' if num_rounds > 1 else ''}"
             lines += [f"| {title} | | | | |", *(_line(row, part) for row in part["rows"])]
@@ -46,7 +49,24 @@ def speeds(reports: list[dict]) -> str:
         "highest layer for last rows. The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others. "
         "Ours in fp8 has every product in FP8; the rows of cosines say how many they keep in bfloat16."
     )
-    return "\n".join([head, "", *lines, "", *notes])
+    alone = [line for report in reports for part in report["sittings"] if part["name"] == OPERATIONS for line in operations(part)]
+    return "\n".join([head, "", *lines, "", *alone, *notes])
+
+
+def operations(part: dict) -> list[str]:
+    """The sitting of operations: a line for each of ours, with the times of what takes its place."""
+    lines = ["| operation of the FP8 engine, 16,384 rows, or attention in bfloat16, sequences x tokens | us | TFLOP/s | what takes its place, us |"]
+    lines.append("|---|---:|---:|---|")
+    times = {row["name"]: f"{row['ms'] * 1e3:,.1f}" for row in part["rows"]}
+    rivals: dict[str, list[str]] = {}
+    for pair in part["ratios"]:
+        ours, other = pair.split(" / ")
+        rivals.setdefault(ours, []).append(f"{other.removeprefix(ours).strip()} {times[other]}")
+    for row in part["rows"]:
+        if row["name"] in rivals:
+            tflops = f"{row['tflops']:,.0f}" if "tflops" in row else ""
+            lines.append(f"| {row['name']} | {times[row['name']]} | {tflops} | {', '.join(rivals[row['name']])} |")
+    return [*lines, ""]
 
 
 def starts(reports: list[dict]) -> str:

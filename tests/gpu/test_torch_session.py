@@ -70,5 +70,5 @@ def test_no_call_waits_for_the_card_or_asks_for_memory_between_the_first_batch_a
         work = items(200)
         list(session.extract(work[:40]))
         found = batches_traced(lambda: list(session.extract(work)), 20)
-    assert found["calls"] > 100
+    assert found["calls"] > 3 * 20  # the trace saw the launches
     assert not any(found[what] for what in found if "wait" in what or "allocate" in what or "runtime" in what), found
