@@ -1,6 +1,7 @@
 """Trials of algorithms: the quickest wins after a long run, what was found is kept, and no choice changes a byte."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ def test_what_was_found_is_kept_by_card(cache, a_card, monkeypatch):
     assert [*cache.parent.iterdir()] == [cache]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Another card")
     assert trials.kept("a shape") is None
+
+
+def test_what_a_product_was_found_to_take_is_another_products_or_librarys_no_more(monkeypatch):
+    def described(version, *kind):
+        monkeypatch.setattr(cublaslt, "_library", lambda: (SimpleNamespace(cublasLtGetVersion=lambda: version), None))
+        return cublaslt._described(kind)
+
+    kinds = [(64, 32, FP8, False), (32, 64, FP8, False), (64, 32, torch.bfloat16, False), (64, 32, FP8, True)]
+    assert len({described(version, *kind) for version in (130100, 130200) for kind in kinds}) == 2 * len(kinds)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '"words"'])
