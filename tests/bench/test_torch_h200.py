@@ -274,7 +274,7 @@ def test_a_trace_of_batches_says_how_long_the_card_was_idle_and_what_the_host_wa
 
     batches = event("user_annotation", "batches", 100, 1000)
     before, after = event("kernel", "warm-up", 50, 40), event("cuda_runtime", "cudaDeviceSynchronize", 1200, 9)
-    kernels = [event("kernel", "a", 200, 300), event("gpu_memcpy", "copy", 250, 100), event("kernel", "b", 600, 200)]
+    kernels = [event("kernel", "a", 200, 300), event("gpu_memcpy", "copy", 250, 100), event("kernel", "c", 400, 50), event("kernel", "b", 600, 200)]
     calls = [event("cuda_runtime", "cudaLaunchKernel", 190, 5), event("cuda_driver", "cuMemAlloc_v2", 195, 5)]
     found = card_trace.read_batches([before, batches, *kernels, *calls, after], 2)
     assert found == {
