@@ -1,8 +1,9 @@
 """bench: packed batches of our engine against transformers with padding, same token ids, same threads or card, one run.
 
 Every contender answers every prompt once a round, rounds are interleaved so that a slow minute of the machine meets all
-of them, and the median round counts; a contender that is far slower than ours runs once. Tokens are real tokens: padding is work, not output. transformers is given the
-easier task: no output head, and no state but the last. On a card it runs compiled, too, and backend torch beside its own limit.
+of them, and the median round counts; a contender that is far slower than ours runs once. Tokens are real tokens: padding
+is work, not output. transformers is given the easier task: no output head, and no state but the last. On a card it runs
+compiled, too, and backend torch beside its own limit.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tensorrt_llm_ext import __version__
 from tensorrt_llm_ext.checkpoint import Checkpoint
 from tensorrt_llm_ext.checks.padded import padded_last_states
 from tensorrt_llm_ext.checks.reference import whole_model
+from tensorrt_llm_ext.checks.verify import refuse_foreign
 from tensorrt_llm_ext.errors import InputError, VerificationFailed
 from tensorrt_llm_ext.recipes.contract import row_cosines
 from tensorrt_llm_ext.results.record import Failure, WorkItem
@@ -105,11 +107,12 @@ def bench(
 ) -> BenchResult:
     """Time the session, opened with ``num_threads``, and transformers with as many, on the same items.
 
-    Raises InputError when the whole model does not fit into memory twice (float32 and bfloat16), VerificationFailed
-    when a contender does not answer every item.
+    Raises CheckpointError for a checkpoint that the engine was not built from, InputError when the whole model does not fit
+    into memory twice (float32 and bfloat16), VerificationFailed when a contender does not answer every item.
     """
-    _refuse_too_large(checkpoint)
+    refuse_foreign(session.contract, checkpoint)
     device = "cuda" if session.contract.compute_capabilities else "cpu"
+    _refuse_too_large(checkpoint, device)
     contenders, notes = [_packed(session), *_padded(whole_model(checkpoint, "float32").to(device), "float32", device)], []
     exact = contenders[1]  # transformers float32
     import torch
@@ -124,6 +127,7 @@ def bench(
         notes.append(f"transformers bfloat16 is left out: here torch multiplies matrices {cost:.1f} times slower than in float32")
     if isinstance(engine := session.engine, HasProducts):
         contenders.append(_products_alone(engine, session))
+        notes.append("its products alone are launched by the host one by one, which may bound those of a small model")
     for contender in contenders:
         contender.run(items[:_WARM_UP_ITEMS])
     seconds: dict[Contender, list[float]] = {contender: [] for contender in contenders}
@@ -179,9 +183,9 @@ def _packed(session: Session) -> Contender:
 
 @runtime_checkable
 class HasProducts(Protocol):
-    """An engine that can run the matrix products of a batch alone."""
+    """An engine that can run the matrix products of batches alone."""
 
-    def run_products(self, num_tokens: int) -> None: ...
+    def run_products(self, num_tokens: Sequence[int]) -> None: ...
 
 
 def _products_alone(engine: HasProducts, session: Session) -> Contender:
@@ -189,8 +193,8 @@ def _products_alone(engine: HasProducts, session: Session) -> Contender:
     contract = session.contract
 
     def run(items: Sequence[WorkItem]) -> States:
-        for batch in itertools.chain.from_iterable(batches(window, contract.limits) for window in windows(items)):
-            engine.run_products(sum(len(item.token_ids) for item in batch))
+        formed = itertools.chain.from_iterable(batches(window, contract.limits) for window in windows(items))
+        engine.run_products([sum(len(item.token_ids) for item in batch) for batch in formed])
         return {}
 
     return Contender(LIMIT, contract.activation_dtype, "as ours", run)
@@ -237,16 +241,21 @@ def _bfloat16_cost() -> float:
     return fastest(torch.bfloat16) / fastest(torch.float32)
 
 
-def _refuse_too_large(checkpoint: Checkpoint) -> None:
+def _refuse_too_large(checkpoint: Checkpoint, device: str) -> None:
     wanted = sum(int(np.prod(info.shape)) for info in checkpoint.tensors()) * _BYTES_PER_PARAMETER
-    free = psutil.virtual_memory().available
-    if wanted > free:
-        raise InputError(
-            "bench runs transformers with the whole model in memory, in float32 and in bfloat16, and it does not fit",
-            expected=f"{wanted / 2**30:.1f} GiB of free memory",
-            found=f"{free / 2**30:.1f} GiB",
-            fix="bench on a larger machine; verify works layer by layer and fits",
-        )
+    free = {"memory": psutil.virtual_memory().available}
+    if device == "cuda":
+        import torch
+
+        free["device memory"] = torch.cuda.mem_get_info()[0]
+    for where, num_bytes in free.items():
+        if wanted > num_bytes:
+            raise InputError(
+                "bench runs transformers with the whole model in memory, in float32 and in bfloat16, and it does not fit",
+                expected=f"{wanted / 2**30:.1f} GiB of free {where}",
+                found=f"{num_bytes / 2**30:.1f} GiB",
+                fix="bench on a larger machine; verify works layer by layer and fits",
+            )
 
 
 def _refuse_lost(contender: Contender, items: Sequence[WorkItem], states: States) -> None:

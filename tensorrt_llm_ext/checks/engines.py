@@ -14,7 +14,7 @@ _REASONS = {  # first parts of a field's name: what a difference in it means
     "fingerprints.checkpoint": "the checkpoints are not the same: other weights, or another configuration",
     "fingerprints.tokenizer": "the tokenizers are not the same",
     "fingerprints.recipe": "recipe, card or options are not the same; the fields beside this one follow from them",
-    "fingerprints.plan": "what the plan was made from is not the same: the graph, a weight's stored values, or an FP8 scale",
+    "fingerprints.plan": "what the plan was made from is not the same: the graph, a weight's stored values, an FP8 scale, or build's --deterministic",
     "builder_version": "the builders are of different versions",
     "accepted_runtime": "each is opened by its own version of the library alone",
     "canaries": "the canaries were made by other versions, from other weights, or replaced by verify --update-canaries",

@@ -35,7 +35,8 @@ def command(
     """Time an engine beside transformers: same prompts, same threads or card, one run.
 
     transformers runs where the engine runs, padded in the order given and sorted by length, in float32 and, where the CPU
-    has it, in bfloat16; on a card compiled, too. An engine of backend torch is timed beside its matrix products alone. Needs the extra 'verify' (torch and transformers), and memory for the whole model.
+    has it, in bfloat16; on a card compiled, too. An engine of backend torch is timed beside its matrix products alone.
+    Needs the extra 'verify' (torch and transformers), and memory for the whole model.
     """
     from tensorrt_llm_ext import checks
     from tensorrt_llm_ext.checkpoint import open_checkpoint

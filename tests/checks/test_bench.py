@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import tiny
 import torch
 
 from tensorrt_llm_ext.checkpoint import open_checkpoint
@@ -15,7 +16,7 @@ from tensorrt_llm_ext.checks import bench, reference_states
 from tensorrt_llm_ext.checks.bench import COMPILED, LIMIT, Timing, _add_compiled, _ratios
 from tensorrt_llm_ext.checks.padded import padded_last_states
 from tensorrt_llm_ext.checks.reference import whole_model
-from tensorrt_llm_ext.errors import InputError, VerificationFailed
+from tensorrt_llm_ext.errors import CheckpointError, InputError, VerificationFailed
 from tensorrt_llm_ext.runtime import Session
 
 
@@ -85,6 +86,14 @@ def test_where_bfloat16_is_slow_it_is_left_out_and_the_note_says_so(run_bench, m
     assert {timing.dtype for timing in result.timings} == {"float32"} and len(result.timings) == 4
     assert "transformers bfloat16 is left out" in result.notes[0]
     assert result.ratios.keys() == {"float32_in_order", "float32_sorted"}
+
+
+def test_another_checkpoint_is_refused_before_anything_runs(published_engine, tmp_path, items, monkeypatch):
+    other = tiny.tiny_checkpoint(tmp_path / "other", "qwen3", seed=1)
+    monkeypatch.setattr(Session, "extract", None)
+    with open_checkpoint(other) as checkpoint, Session.open(published_engine, num_threads=1) as session:
+        with pytest.raises(CheckpointError, match="is not the checkpoint this engine was built from"):
+            bench(session, checkpoint, items, num_threads=1)
 
 
 def test_ratios_take_the_better_of_the_sorted_batches():

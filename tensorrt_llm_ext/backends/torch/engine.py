@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -129,10 +130,11 @@ class TorchEngine:
         except Exception as error:  # torch, Triton and the libraries beneath share no base class
             raise _failed(error, _device_error(error, stream, self._device)) from error
 
-    def run_products(self, num_tokens: int) -> None:
-        """Do of a batch of ``num_tokens`` the matrix products of every layer alone, over what the last one left, and wait for them."""
+    def run_products(self, num_tokens: Sequence[int]) -> None:
+        """Do of batches of so many tokens the matrix products of every layer alone, over what the last one left, and wait for them."""
         with torch.inference_mode():
-            run_products(self._operations, self._decoder, self._space.of(num_tokens))
+            for count in num_tokens:
+                run_products(self._operations, self._decoder, self._space.of(count))
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -321,11 +321,12 @@ def test_shapes_and_addresses_are_checked(copy):
 def test_bench_times_the_engine_s_products_alone_beside_it(engines, checkpoints):
     with open_checkpoint(checkpoints["llama"]) as checkpoint, Session.open(engines("llama")) as session:
         multiplied = []
-        with mock.patch.object(type(session.engine), "run_products", autospec=True, side_effect=lambda engine, n: multiplied.append(n)):
+        with mock.patch.object(type(session.engine), "run_products", autospec=True, side_effect=lambda engine, n: multiplied.extend(n)):
             result = bench(session, checkpoint, items(), num_threads=2, num_rounds=1)
         with mock.patch.object(plain, "multiply", wraps=plain.multiply) as multiply:
-            session.engine.run_products(100)
-    assert [len(call.args[0].values) for call in multiply.call_args_list] == [256] * 4 * session.contract.architecture.num_layers
+            session.engine.run_products([100, 300])
+    num_layers = session.contract.architecture.num_layers
+    assert [len(call.args[0].values) for call in multiply.call_args_list] == [size for size in (256, 512) for _ in range(4 * num_layers)]
     limit = result.timings[-1]
     assert (limit.name, limit.dtype, limit.min_cosine) == ("its products alone", "float32", None)
     assert sum(multiplied) == 2 * result.num_tokens  # of the warm-up, too
