@@ -58,8 +58,9 @@ class Recipe:
     """Products that stay in bfloat16 in an fp8 engine, as ``11.down``: the layer from 0, then qkv, o, gate_up
     or down. None: what calibration measures by ``fp8_harm``. Given, nothing is measured."""
     is_deterministic: bool = False
-    """Backend torch alone: the same sequence gives the same bytes in any batch. FP8 on an H200 does so anyway. Full batches pay next
-    to nothing there (README's card table, the rows ``deterministic``); small ones are computed in more rows."""
+    """Backend torch alone: the same sequence gives the same bytes in any batch. An H200 does so anyway in FP8 and bfloat16, whose
+    products one algorithm computes. Full batches pay next to nothing there (README's card table, the rows ``deterministic``);
+    small ones are computed in more rows."""
 
     def __post_init__(self) -> None:
         toml_file.check_ranges(self)

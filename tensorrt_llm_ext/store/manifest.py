@@ -30,7 +30,7 @@ def states_folder(path: Path) -> Path:
         f"'{path}' holds no dataset of states",
         expected=f"a folder with {STATES_NAME}/{HEADER_NAME}",
         found=listing(path) if path.is_dir() else "no such folder",
-        fix="name the folder that `trtllm-extract run --out` wrote with taps @all",
+        fix="name the folder that `trtllm-extract run --out` wrote with taps @all, or a partition that `store --out` did",
     )
 
 

@@ -224,7 +224,7 @@ def open_dataset(folder: Path) -> lance.LanceDataset:
             f"'{folder}' holds no dataset of hidden states",
             expected=f"a folder with {VECTORS_NAME}",
             found=listing(folder) if folder.is_dir() else "no such folder",
-            fix="name the folder that `trtllm-extract run --out` wrote",
+            fix="name the folder that `trtllm-extract run --out` wrote, or a partition that `store --out` did",
         )
     try:
         return lance.dataset(str(path))

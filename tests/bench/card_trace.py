@@ -14,6 +14,7 @@ import torch
 from tensorrt_llm_ext import _runtime
 
 WAITING = ("Synchronize", "EventQuery", "StreamQuery")
+BLOCKING = ("cudaMemcpy", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpyDtoD_v2")  # the names without Async
 ALLOCATING = ("Malloc", "MemAlloc", "Free", "HostRegister", "HostAlloc")
 
 
@@ -76,7 +77,7 @@ def read_batches(events: list[dict], num_batches: int) -> dict:
     return {
         "ms a batch": round(span / num_batches / 1e3, 3),
         "idle share of the card": round(1 - busy / span, 5),
-        "calls that wait": sorted({name for name in calls if any(word in name for word in WAITING)}),
+        "calls that wait": sorted({name for name in calls if name in BLOCKING or any(word in name for word in WAITING)}),
         "calls that allocate": sorted({name for name in calls if any(word in name for word in ALLOCATING)}),
         "calls": len(calls),
     }

@@ -281,5 +281,5 @@ def test_a_trace_of_batches_says_how_long_the_card_was_idle_and_what_the_host_wa
         "ms a batch": 0.3, "idle share of the card": round(100 / 600, 5), "calls that wait": [],
         "calls that allocate": ["cuMemAlloc_v2"], "calls": 2,
     }  # fmt: skip
-    waiting = event("cuda_runtime", "cudaStreamSynchronize", 500, 20)
-    assert card_trace.read_batches([batches, *kernels, waiting], 2)["calls that wait"] == ["cudaStreamSynchronize"]
+    waiting = [event("cuda_runtime", name, 500, 20) for name in ("cudaStreamSynchronize", "cudaMemcpy", "cudaMemcpyAsync")]
+    assert card_trace.read_batches([batches, *kernels, *waiting], 2)["calls that wait"] == ["cudaMemcpy", "cudaStreamSynchronize"]

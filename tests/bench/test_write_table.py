@@ -77,8 +77,8 @@ def card_report():
 
 def test_a_card_s_table_holds_each_contender_against_the_products_and_against_ours():
     lines = write_card_table.speeds([card_report()]).splitlines()
-    assert lines[0].startswith("Random weights, so for speed only; 16,384 packed tokens a batch, 128 a sequence")
-    assert "Ours in fp8 has every product in FP8" in lines[0]
+    assert "16,384 packed tokens a batch, 128 a sequence unless said otherwise" in lines[0]
+    assert "ours in fp8 has every product in FP8" in lines[0]
     assert lines[4:12] == [
         "| **peers**, 3 rounds | | | | |",
         "| m fp8 | 90 | 850 | 0.900 |  |",  # of tokens/s at the products' length
@@ -109,6 +109,7 @@ def test_a_run_s_line_has_its_share_of_the_card_s_speed_and_of_the_disk_s():
 
 def test_an_operation_s_line_has_the_times_of_what_takes_its_place():
     report = card_report()
+    report["notes"].append("attention by flash is left out: No module named 'flash'")  # of no interest to a reader
     names = ("take", "take compiled", "attention 2 x 128", "attention 2 x 128 flash", "attention 2 x 128 cudnn")
     rows = [{"name": name, "ms": 0.001 * number, "tokens_per_s": 10, "rounds_ms": [1]} for number, name in enumerate(names, 1)]
     rows[2]["tflops"] = rows[3]["tflops"] = 500
@@ -117,7 +118,7 @@ def test_an_operation_s_line_has_the_times_of_what_takes_its_place():
     lines = write_card_table.speeds([report]).splitlines()
     first = lines.index("| take | 1.0 |  | compiled 2.0 |")
     assert lines[first + 1] == "| attention 2 x 128 | 3.0 | 500 | flash 4.0, cudnn 5.0 |" and lines[first + 2] == ""
-    assert "**operations**" not in "".join(lines) and lines[-1].startswith("peers, operations: ")
+    assert "**operations**" not in "".join(lines) and "No module" not in "".join(lines) and lines[-1].startswith("peers, operations: ")
 
 
 def test_datasets_and_fidelity_have_tables_of_their_own():

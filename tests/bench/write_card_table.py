@@ -1,11 +1,11 @@
 """Writes the card's tables of README.md from reports of the card's benchmarks, which the card's machine wrote.
 
     python tests/bench/torch_h200.py --json torch.json             # on the card, like the others
-    python tests/bench/card_runs.py FOLDER --json runs.json
+    python tests/bench/card_runs.py FOLDER --state-rows 640 --json runs.json
     python tests/bench/start_time.py FOLDER --json start.json
     python tests/bench/file_to_dataset.py ENGINE FOLDER --json dataset.json
-    python tests/bench/torch_fidelity.py CHECKPOINT --recipe smollm2-135m --json fidelity.json
-    python tests/bench/write_card_table.py torch.json runs.json dataset.json fidelity.json [--commit OF_THAT_TREE]
+    python tests/bench/torch_fidelity.py CHECKPOINT --recipe smollm2-135m --draws 100 --json fidelity.json
+    python tests/bench/write_card_table.py torch.json runs.json start.json dataset.json fidelity.json
 """
 
 import argparse
@@ -15,6 +15,7 @@ from write_table import README, replaced
 
 PRODUCTS = "products alone"
 OPERATIONS = "operations"
+NOT_INSTALLED = "No module named"
 PEERS = ("transformers", "vllm")
 _VERSIONS = {
     "driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "Triton", "quack": "QuACK", "transformers": "transformers",
@@ -39,23 +40,24 @@ def speeds(reports: list[dict]) -> str:
             num_rounds = len(part["rows"][0]["rounds_ms"])
             title = f"**{part['name']}**, {num_rounds} round{'s' if num_rounds > 1 else ''}"
             lines += [f"| {title} | | | | |", *(_line(row, part) for row in part["rows"])]
-        notes += [f"{note.partition(chr(10))[0]}." for note in report["notes"]]
+        notes += [f"{note.partition(chr(10))[0]}." for note in report["notes"] if NOT_INSTALLED not in note]
         notes.append(f"{', '.join(part['name'] for part in report['sittings'])}: {_measured_on(report)}")
     batch = reports[0]["batch"]
     head = (
-        f"Random weights, so for speed only; {batch['num_tokens']:,} packed tokens a batch, {batch['length']} a sequence unless said "
-        f"otherwise (mixed: log-normal, mean 128, 1 to {batch['long']:,}); medians of interleaved rounds. "
-        "The products alone are all of them, over every row; a pass looks up the first layer's queries, keys and values, and computes the "
-        "highest layer for last rows. The share is one of tokens/s at that length, of TFLOP/s, attention's counted, at others. "
-        "Ours in fp8 has every product in FP8; the rows of cosines say how many they keep in bfloat16."
+        f"Random weights, so for speed only, and ours in fp8 has every product in FP8: what that does to a real model's states is in the rows "
+        f"of cosines. {batch['num_tokens']:,} packed tokens a batch, {batch['length']} a sequence unless said otherwise (mixed: log-normal, mean "
+        f"128, 1 to {batch['long']:,}); medians of interleaved rounds. Rows compare within their part alone: the card's clock and temperature "
+        "are another in the next. The products alone are all of them, over every row; a pass looks up the first layer's queries, keys and "
+        f"values, and computes the highest layer for last rows. The share is of the products' tokens/s; over other lengths than {batch['length']} "
+        "of their TFLOP/s, attention's counted."
     )
-    alone = [line for report in reports for part in report["sittings"] if part["name"] == OPERATIONS for line in operations(part)]
+    alone = [line for report in reports for part in report["sittings"] if part["name"] == OPERATIONS for line in operations(part, batch["num_tokens"])]
     return "\n".join([head, "", *lines, "", *alone, *notes])
 
 
-def operations(part: dict) -> list[str]:
+def operations(part: dict, num_rows: int) -> list[str]:
     """The sitting of operations: a line for each of ours, with the times of what takes its place."""
-    lines = ["| operation of the FP8 engine, 16,384 rows, or attention in bfloat16, sequences x tokens | us | TFLOP/s | what takes its place, us |"]
+    lines = [f"| over {num_rows:,} rows, FP8 where it quantises; attention in bfloat16, sequences x tokens | us | TFLOP/s | what takes its place, us |"]
     lines.append("|---|---:|---:|---|")
     times = {row["name"]: f"{row['ms'] * 1e3:,.1f}" for row in part["rows"]}
     rivals: dict[str, list[str]] = {}
@@ -71,7 +73,7 @@ def operations(part: dict) -> list[str]:
 
 def starts(reports: list[dict]) -> str:
     """Reports of start_time.py."""
-    lines = ["| from nothing to an open engine, 7B in the page cache | seconds | interpreter, imports | weights | the rest of opening |"]
+    lines = ["| from nothing to an open engine, not yet proven; 7B in the page cache | seconds | interpreter, imports, end | weights | the rest of opening |"]
     lines.append("|---|---:|---:|---:|---:|")
     for report in reports:
         for start, spent in report["starts"].items():
@@ -101,7 +103,7 @@ def fidelity(reports: list[dict]) -> str:
         for precision, taps in report["cosines"].items():
             for tap, row in taps.items():
                 figures = f"{row['mean']:.6f} | {row['quantile']:.5f} | {row['min']:.5f} | {row['rows']:,}"
-                lines.append(f"| {report['model']}, {precision} | {tap} | {figures} |")
+                lines.append(f"| {report['model']}, {precision.replace('kept', 'kept in bfloat16')} | {tap} | {figures} |")
         for precision, drawn in report["draws"].items():
             low = drawn["lowest"]
             notes.append(
@@ -151,14 +153,11 @@ def _measured_on(report: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("reports", nargs="+", help="what the card's benchmarks wrote")
-    parser.add_argument("--commit", help="of the tree that was measured, where its history was elsewhere")
     arguments = parser.parse_args()
     reports = []
     for path in arguments.reports:
         with open(path) as file:
             reports.append(json.load(file))
-        if arguments.commit:
-            reports[-1]["machine"]["commit"] = arguments.commit
     README.write_text(replaced(README.read_text(encoding="utf-8"), tables(reports), "card"), encoding="utf-8")
 
 

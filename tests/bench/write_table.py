@@ -47,7 +47,7 @@ def table(result: checks.BenchResult) -> str:
             f"{result.model}: {result.num_prompts} prompts of 1 to {result.longest} tokens, {result.num_tokens:,} in all; "
             f"{result.num_threads} threads of {machine['cpu']}; median of {result.num_rounds} interleaved rounds.",
             "",
-            "| | type | batches | tokens/s | we are faster by | smallest cosine to transformers float32 |",
+            "| | type | batches | tokens/s | our speed over theirs | smallest cosine to transformers float32 |",
             "|---|---|---|---:|---:|---:|",
             *rows,
             "",
