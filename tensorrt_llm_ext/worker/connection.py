@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import threading
 import time
@@ -21,6 +22,7 @@ CALL_S = 60.0
 _CONNECT_S = 20.0
 _TRY_S = 5.0  # for one attempt at a call
 _PAUSE_S = 0.25
+_NOBODY_THERE = ConnectionRefusedError, socket.gaierror
 
 
 class Connection:
@@ -110,7 +112,7 @@ class Connection:
         except (nats.errors.Error, asyncio.TimeoutError, asyncio.CancelledError, OSError, ValueError) as error:
             found = self._last_error or error
             raise BrokerError(
-                "the broker does not let us in",
+                "the broker cannot be reached" if isinstance(found, _NOBODY_THERE) else "the broker does not let us in",
                 expected=f"a NATS server at {self.access.url}",
                 found=f"{type(found).__name__}: {found}",
                 fix="start the server, or correct --broker, --creds, --token-file and the TLS options",
