@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import itertools
 import os
 import platform
 import statistics
@@ -33,7 +32,7 @@ from tensorrt_llm_ext.checks.verify import refuse_foreign
 from tensorrt_llm_ext.errors import InputError, VerificationFailed
 from tensorrt_llm_ext.recipes.contract import row_cosines
 from tensorrt_llm_ext.results.record import Failure, WorkItem
-from tensorrt_llm_ext.runtime import Session, batches, windows
+from tensorrt_llm_ext.runtime import Session, batches_of_windows
 from tensorrt_llm_ext.taps import Tap
 
 if TYPE_CHECKING:
@@ -193,8 +192,8 @@ def _products_alone(engine: HasProducts, session: Session) -> Contender:
     contract = session.contract
 
     def run(items: Sequence[WorkItem]) -> States:
-        formed = itertools.chain.from_iterable(batches(window, contract.limits) for window in windows(items))
-        engine.run_products([sum(len(item.token_ids) for item in batch) for batch in formed])
+        batches = batches_of_windows(items, contract.limits)
+        engine.run_products([sum(len(item.token_ids) for item in batch) for batch in batches])
         return {}
 
     return Contender(LIMIT, contract.activation_dtype, "as ours", run)

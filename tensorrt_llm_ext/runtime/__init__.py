@@ -3,7 +3,7 @@
 from tensorrt_llm_ext.runtime.canaries import CanaryDistance, CanaryTicket
 from tensorrt_llm_ext.runtime.convention import ConventionEvidence, OutputEvidence, measure_convention
 from tensorrt_llm_ext.runtime.door import check_files
-from tensorrt_llm_ext.runtime.packing import batches, windows
+from tensorrt_llm_ext.runtime.packing import batches, batches_of_windows
 from tensorrt_llm_ext.runtime.session import Session, Ticket
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "Session",
     "Ticket",
     "batches",
+    "batches_of_windows",
     "check_files",
     "measure_convention",
-    "windows",
 ]

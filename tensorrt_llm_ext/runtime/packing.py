@@ -26,6 +26,12 @@ def windows(items: Iterable[WorkItem], num_items: int = WINDOW_ITEMS) -> Iterato
         yield window
 
 
+def batches_of_windows(items: Iterable[WorkItem], limits: Limits) -> Iterator[list[WorkItem]]:
+    """The batches of a stream of items, window by window."""
+    for window in windows(items):
+        yield from batches(window, limits)
+
+
 def batches(items: Sequence[WorkItem], limits: Limits) -> list[list[WorkItem]]:
     """Divide one window into batches within ``limits``, every item in exactly one: a pure function of its order.
 

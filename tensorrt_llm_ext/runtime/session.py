@@ -20,7 +20,7 @@ from tensorrt_llm_ext.results.record import Failure, Origin, Record, Tokenisatio
 from tensorrt_llm_ext.runtime.canaries import CanaryDistance, CanaryTicket, canary_items
 from tensorrt_llm_ext.runtime.convention import ConventionEvidence, measure_convention
 from tensorrt_llm_ext.runtime.door import check_files, check_inputs, flattened
-from tensorrt_llm_ext.runtime.packing import batches, windows
+from tensorrt_llm_ext.runtime.packing import batches, batches_of_windows
 from tensorrt_llm_ext.runtime.pipeline import Flight, Pipeline
 from tensorrt_llm_ext.runtime.unpacking import records
 
@@ -140,7 +140,7 @@ class Session:
         Raises what ``submit`` and ``Ticket.wait`` raise.
         """
         in_flight: deque[Ticket] = deque()
-        for batch in itertools.chain.from_iterable(batches(w, self.contract.limits) for w in windows(items)):
+        for batch in batches_of_windows(items, self.contract.limits):
             answers = in_flight.popleft().wait() if len(in_flight) == self.num_slots else []
             in_flight.append(self.submit(batch))
             yield from answers  # the caller stores them while the next batches run

@@ -13,7 +13,7 @@ import torch
 
 from tensorrt_llm_ext.checkpoint import open_checkpoint
 from tensorrt_llm_ext.checks import bench, reference_states
-from tensorrt_llm_ext.checks.bench import COMPILED, LIMIT, Timing, _add_compiled, _ratios
+from tensorrt_llm_ext.checks.bench import COMPILED, LIMIT, Timing, _add_compiled, _card, _ratios, _refuse_too_large
 from tensorrt_llm_ext.checks.padded import padded_last_states
 from tensorrt_llm_ext.checks.reference import whole_model
 from tensorrt_llm_ext.errors import CheckpointError, InputError, VerificationFailed
@@ -142,6 +142,21 @@ def test_a_contender_that_loses_a_prompt_is_not_timed(run_bench, monkeypatch):
     with pytest.raises(VerificationFailed, match="did not answer every prompt") as error:
         run_bench(num_rounds=1)
     assert (error.value.expected, error.value.found) == ("5 answers", "4 answers")
+
+
+def test_on_a_card_the_model_must_fit_there_too(checkpoint_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 10**12))
+    with open_checkpoint(checkpoint_path) as checkpoint, pytest.raises(InputError, match="the whole model in memory") as error:
+        _refuse_too_large(checkpoint, "cuda")
+    assert error.value.expected.endswith("GiB of free device memory") and error.value.found == "0.0 GiB"
+
+
+def test_without_a_tool_that_tells_it_the_driver_is_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(MODULE.subprocess, "run", lambda *_, **options: SimpleNamespace(stdout="1.2.3\n"))
+    assert _card()["driver"] == "1.2.3"
+    monkeypatch.setattr(MODULE.subprocess, "run", lambda *_, **options: SimpleNamespace(stdout=""))
+    assert _card() == {"card": "a card", "cuda": torch.version.cuda}
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(run_bench, monkeypatch):

@@ -30,7 +30,8 @@ TILE = 128
 FORMULA = (
     "weights up to the highest tap, products of fp8 engines in 1 byte, all else in item = 2 (float32: 4) bytes"
     "; on a card vocab x (q + 2 kv) x item, the first layer's for every token"
-    "; (max_num_tokens + max_batch_size to a power of two) x (item x (3 hidden + 2 q + intermediate + max(q + 2 kv, 2 intermediate, 2 hidden)) + 4)"
+    "; (max_num_tokens + max_batch_size to a power of two)"
+    " x (item x (3 hidden + 2 q + intermediate + max(q + 2 kv, 2 intermediate, 2 hidden)) + 4)"
 )
 
 
